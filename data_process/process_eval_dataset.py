@@ -12,7 +12,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from rstar2_megatron.evaluation.benchmarks import BENCHMARKS, BenchmarkError, load
+from rstar2_megatron.data.rows import DataError
+from rstar2_megatron.evaluation.benchmarks import BENCHMARKS, load
 from rstar2_megatron.records.whole_file import write_jsonl
 
 
@@ -29,7 +30,7 @@ def main() -> int:
     for name in arguments.benchmarks:
         try:
             rows = load(name, arguments.source, arguments.seed)
-        except BenchmarkError as error:
+        except DataError as error:
             print(f"error: {error}", file=sys.stderr)
             failed += 1
             continue

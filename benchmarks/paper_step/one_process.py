@@ -109,7 +109,7 @@ class Phase:
         self.spec = RolloutSpec.training(settings)
         self.template = ChatTemplate(AutoTokenizer.from_pretrained(directory / "tokenizer"), settings.agentloop)
         self.selection = Selection(settings.algorithm)
-        self.files = RunFiles(directory, save_rollouts=True)
+        self.files = RunFiles(directory, settings.runner.model_copy(update={"save_rollouts": True}))
         self.workers: list[LocalRollout] = []
 
     async def start(self, engines: int, mean_tokens: int, max_tokens: int) -> None:

@@ -90,10 +90,9 @@ def rl_loss(
 
     def loss(batch: Any, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         log_probs, entropy = output[0], output[1]
-        trained = torch.ones_like(log_probs, dtype=torch.bool)
         before = log_probs.detach() if old is None else old.of(batch.sequence + first, batch.place)
         clip = math.inf if algorithm.decoupled_loss else algorithm.importance_sampling_clip
-        correction, sums = tis_weights(before, batch.rollout_logprobs, trained, clip)
+        correction, sums = tis_weights(before, batch.rollout_logprobs, clip)
         token_weights = per_sequence[batch.sequence.to(device)]
         local = torch.zeros(len(per_sequence), dtype=torch.long)
         local[list(batch.members)] = torch.arange(len(batch.members))

@@ -24,7 +24,7 @@ from rstar2_megatron.actor.packing import MicroBatchPlan, plan_microbatches, spl
 from rstar2_megatron.algorithm.batch import TrainSequence
 from rstar2_megatron.algorithm.layout_check import load_policy_loss
 from rstar2_megatron.algorithm.loss import aggregate
-from rstar2_megatron.algorithm.mismatch import MismatchRules, mismatch_by_turn, without_mismatch
+from rstar2_megatron.algorithm.mismatch import has_rules, mismatch_by_turn, without_mismatch
 from rstar2_megatron.model.flops import peak_tflops
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.records.disk import writing
@@ -152,17 +152,17 @@ class MegatronActor:
         if not sequences:
             raise ValueError("train_step got no sequences: skip the step when every group was rejected")
         started = time.monotonic()
-        algorithm, rules = self.algorithm, MismatchRules.of(self.algorithm)
+        algorithm = self.algorithm
         minibatches = split_minibatches(len(sequences), algorithm.n_minibatches)
         old: FlatLogProbs | None = None
         mismatch: dict[str, float] = {}
-        if rules.any or (algorithm.recompute_logprobs and len(minibatches) > 1):
+        if has_rules(algorithm) or (algorithm.recompute_logprobs and len(minibatches) > 1):
             # A single mini-batch needs no separate scoring pass: see rl_loss.
             old = self._score(sequences, "trained")
             actor = old.to_arrays()
             turns = mismatch_by_turn(sequences, actor)
             mismatch = {f"actor/logprob_diff_turn/{turn}": value for turn, value in turns.items()}
-            sequences, shares = without_mismatch(sequences, actor, rules)
+            sequences, shares = without_mismatch(sequences, actor, algorithm)
             mismatch |= {f"actor/{name}": value for name, value in shares.items()}
             if not any(s.num_trained_tokens for s in sequences):
                 return {**mismatch, "actor/trained_tokens": 0.0, "actor/skipped_update": 1.0}

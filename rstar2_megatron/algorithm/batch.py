@@ -38,22 +38,6 @@ class TrainSequence(PerToken):
     def num_trained_tokens(self) -> int:
         return int(np.count_nonzero(self.loss_mask))
 
-    def check(self) -> None:
-        """Raise ValueError when the arrays differ in length, the first token is trained, or a number is not finite."""
-        lengths = (len(self.input_ids), len(self.loss_mask), len(self.rollout_logprobs))
-        if len(set(lengths)) != 1:
-            raise ValueError("input_ids {}, loss_mask {}, rollout_logprobs {} differ in length".format(*lengths))
-        if not self.length:
-            raise ValueError("empty training sequence")
-        if self.loss_mask[0]:
-            raise ValueError("token 0 has no log-prob and cannot be trained, but loss_mask[0] is 1")
-        if not np.isfinite(self.advantage).all():
-            raise ValueError(f"advantage {self.advantage} is not finite")
-        wrong = np.flatnonzero(~np.isfinite(self.rollout_logprobs))
-        if len(wrong):
-            value = self.rollout_logprobs[wrong[0]]
-            raise ValueError(f"rollout log-prob {value} at token {wrong[0]} is not finite")
-
 
 def train_sequence(trajectory: Trajectory, advantage: float) -> TrainSequence:
     """The TrainSequence of a trajectory. Raises ValueError for a trajectory that cannot be trained on."""
@@ -63,18 +47,19 @@ def train_sequence(trajectory: Trajectory, advantage: float) -> TrainSequence:
         raise ValueError(f"{name} ended with {trajectory.finish_reason}: it must be dropped, not trained on")
     if trajectory.held:
         raise ValueError(f"{name}: its tokens are with rollout worker {trajectory.held.worker}, not here")
+    if not np.isfinite(advantage):
+        raise ValueError(f"{name}: advantage {advantage} is not finite")
     prompt_length = len(trajectory.prompt_ids)
-    sequence = TrainSequence(
+    wrong = np.flatnonzero(~np.isfinite(trajectory.rollout_logprobs))
+    if len(wrong):
+        value = trajectory.rollout_logprobs[wrong[0]]
+        raise ValueError(f"{name}: rollout log-prob {value} at token {prompt_length + wrong[0]} is not finite")
+    return TrainSequence(
         input_ids=np.concatenate([trajectory.prompt_ids, trajectory.response_ids]),
         loss_mask=np.concatenate([np.zeros(prompt_length, np.uint8), trajectory.loss_mask]),
         rollout_logprobs=np.concatenate([np.zeros(prompt_length, np.float32), trajectory.rollout_logprobs]),
         advantage=float(advantage),
     )
-    try:
-        sequence.check()
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-    return sequence
 
 
 def over_turns(loss_mask: np.ndarray, advantages: Sequence[float]) -> np.ndarray:

@@ -7,7 +7,7 @@ rejected and before the group's mean, so a trajectory that is left out has no pa
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from rstar2_megatron.trajectory import FinishReason, Problem, ToolCall, ToolOutcome, Trajectory
 
@@ -51,6 +51,16 @@ def num_distinct(calls: Sequence[ToolCall]) -> int:
 def truncated(problem: Problem, trajectory: Trajectory) -> bool:
     """DAPO's overlong filtering (arXiv 2503.14476, section 3.4): False when the token budget ended the trajectory."""
     return trajectory.finish_reason not in _TRUNCATED
+
+
+FILTERS: dict[str, Callable[[Problem, Trajectory], bool]] = {
+    "void_turns": void_turns,
+    "failed_calls": failed_calls,
+    "malformed_ending": malformed_ending,
+    "repeated_calls": repeated_calls,
+    "truncated": truncated,
+}
+"""By their names in `algorithm.trajectory_filters`."""
 
 
 def turns(trajectory: Trajectory) -> Iterator[tuple[str, list[ToolCall]]]:

@@ -1,6 +1,6 @@
 """Which tokens are left out of the loss because the policy that generated them is too far from the actor's.
 
-`ratio` of a token is actor / engine, both log-probs taken before the update. Three rules, each off by default and all of them
+`ratio` of a token is actor / engine, both log-probs taken before the update. Four rules, each off by default and all of them
 together if set; a token that one of them leaves out is not counted in any denominator:
 
 - IcePop: a token whose ratio is outside a band;
@@ -12,7 +12,7 @@ together if set; a token that one of them leaves out is not counted in any denom
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -23,30 +23,16 @@ from rstar2_megatron.trajectory import generated_spans
 Band = tuple[float, float]
 
 
-@dataclass(frozen=True, slots=True)
-class MismatchRules:
-    """Bands of ratios, both ends inside; None: the rule is off."""
-
-    token: Band | None = None
-    sequence: Band | None = None
-    geometric: Band | None = None
-    token_cap: float | None = None
-
-    @classmethod
-    def of(cls, algorithm: AlgorithmSettings) -> MismatchRules:
-        return cls(
-            token=algorithm.icepop,
-            sequence=algorithm.mis_sequence,
-            geometric=algorithm.mis_geometric,
-            token_cap=algorithm.decoupled_weight_cap if algorithm.decoupled_loss else None,
-        )
-
-    @property
-    def any(self) -> bool:
-        return any((self.token, self.sequence, self.geometric, self.token_cap))
+def has_rules(algorithm: AlgorithmSettings) -> bool:
+    """Whether one of the rules is on."""
+    return any((algorithm.icepop, algorithm.mis_sequence, algorithm.mis_geometric, _weight_cap(algorithm)))
 
 
-def kept_tokens(log_ratio: np.ndarray, loss_mask: np.ndarray, rules: MismatchRules) -> np.ndarray:
+def _weight_cap(algorithm: AlgorithmSettings) -> float | None:
+    return algorithm.decoupled_weight_cap if algorithm.decoupled_loss else None
+
+
+def kept_tokens(log_ratio: np.ndarray, loss_mask: np.ndarray, algorithm: AlgorithmSettings) -> np.ndarray:
     """The loss mask (uint8) without the tokens that the rules leave out.
 
     log_ratio, loss_mask: `[tokens]` of one sequence; log_ratio = actor - engine, anything where the mask is 0.
@@ -56,11 +42,11 @@ def kept_tokens(log_ratio: np.ndarray, loss_mask: np.ndarray, rules: MismatchRul
         return loss_mask
     of_trained = np.asarray(log_ratio, np.float64)[trained]
     keep = np.ones(len(of_trained), bool)
-    if rules.token:
-        keep &= _inside(of_trained, rules.token)
-    if rules.token_cap:
-        keep &= of_trained <= np.log(rules.token_cap)
-    for band, value in ((rules.sequence, of_trained.sum()), (rules.geometric, of_trained.mean())):
+    if algorithm.icepop:
+        keep &= _inside(of_trained, algorithm.icepop)
+    if cap := _weight_cap(algorithm):
+        keep &= of_trained <= np.log(cap)
+    for band, value in ((algorithm.mis_sequence, of_trained.sum()), (algorithm.mis_geometric, of_trained.mean())):
         if band and not _inside(value, band):
             keep[:] = False
     left = loss_mask.copy()
@@ -69,14 +55,15 @@ def kept_tokens(log_ratio: np.ndarray, loss_mask: np.ndarray, rules: MismatchRul
 
 
 def without_mismatch(
-    sequences: Sequence[TrainSequence], actor_logprobs: Sequence[np.ndarray], rules: MismatchRules
+    sequences: Sequence[TrainSequence], actor_logprobs: Sequence[np.ndarray], algorithm: AlgorithmSettings
 ) -> tuple[list[TrainSequence], dict[str, float]]:
     """The sequences with the masks of `kept_tokens`, and the shares of trained tokens and sequences that are left out.
 
     actor_logprobs: one array a sequence, one entry a token.
     """
     masks = [
-        kept_tokens(actor - s.rollout_logprobs, s.loss_mask, rules) for s, actor in zip(sequences, actor_logprobs, strict=True)
+        kept_tokens(actor - s.rollout_logprobs, s.loss_mask, algorithm)
+        for s, actor in zip(sequences, actor_logprobs, strict=True)
     ]
     before, after = [s.num_trained_tokens for s in sequences], [int(np.count_nonzero(m)) for m in masks]
     gone = sum(had > 0 and not has for had, has in zip(before, after))

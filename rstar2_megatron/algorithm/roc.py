@@ -29,14 +29,14 @@ keys fill the quota. The modes differ only in keys and quotas.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 import torch
 from torch import Tensor
 
-from rstar2_megatron.algorithm.penalty import PENALTIES, Penalty, load_penalty
+from rstar2_megatron.algorithm.penalty import Penalty, load_penalty
 from rstar2_megatron.algorithm.ragged import pad_rows
 from rstar2_megatron.settings.schema import DownSamplingConfig
 from rstar2_megatron.trajectory import Trajectory
@@ -60,8 +60,6 @@ class ResampleResult:
     reason: Rejection = Rejection.NONE
     penalties: list[Penalty] = field(default_factory=list)
     """One per given trajectory, whether kept or not."""
-    num_positive: int = 0
-    num_negative: int = 0
     filtered: dict[str, int] = field(default_factory=dict)
     """By the name of each filter, how many trajectories it left out (`selection`)."""
 
@@ -69,23 +67,10 @@ class ResampleResult:
     def rejected(self) -> bool:
         return self.reason is not Rejection.NONE
 
-    @classmethod
-    def keep_all(cls, trajectories: Sequence[Trajectory], wanted: Sequence[bool] | None = None) -> ResampleResult:
-        """The result without down-sampling: every trajectory that is `wanted` (None: all) is kept."""
-        indices = [i for i in range(len(trajectories)) if wanted is None or wanted[i]]
-        kept = [trajectories[i] for i in indices]
-        positives = sum(_is_positive(t) for t in kept)
-        return cls(
-            kept=kept,
-            indices=indices,
-            reason=Rejection.NONE if kept else Rejection.TOO_FEW,
-            num_positive=positives,
-            num_negative=len(kept) - positives,
-        )
-
-
-Rule = Callable[[int, list[int]], list[int]]
-"""(number of a group, indices of its candidates) -> which of these indices are kept."""
+    def keep(self, indices: Sequence[int]) -> None:
+        """Keep these of `kept` alone, by their places there; a group without any is rejected."""
+        self.kept, self.indices = [self.kept[i] for i in indices], [self.indices[i] for i in indices]
+        self.reason = Rejection.NONE if indices else Rejection.TOO_FEW
 
 
 def resample_on_correct(
@@ -93,63 +78,38 @@ def resample_on_correct(
     config: DownSamplingConfig,
     seeds: Sequence[str],
     wanted: Sequence[Sequence[bool]] | None = None,
-    rule: Rule | None = None,
 ) -> list[ResampleResult]:
     """Choose `config.down_sample_to_n` of the graded, usable trajectories of each problem, in rollout order.
 
+    A group that is not rejected stays whole under another `config.mode` than `paper` and `released`.
     seeds: one text per group, for the draws of `paper` mode. The same group with the same seed keeps the same rollouts,
         independently of the other groups of the step.
-    wanted: False for trajectories that a filter leaves out; None: all are wanted. rule: in place of resample-on-correct, for
-        the groups that are not rejected.
-    Raises ValueError for a trajectory that is not graded or that infrastructure spoiled, and for minimum counts that
-    exceed the target.
+    wanted: False for trajectories that a filter leaves out; None: all are wanted.
+    Raises ValueError for a trajectory that is not graded or that infrastructure spoiled.
     """
     if len(groups) != len(seeds):
         raise ValueError(f"{len(groups)} groups but {len(seeds)} seeds")
-    least = config.min_zero_reward_trace_num, config.min_non_zero_reward_trace_num
-    if sum(least) > config.down_sample_to_n:
-        raise ValueError(
-            f"min_zero_reward_trace_num={least[0]} + min_non_zero_reward_trace_num={least[1]} exceed "
-            f"down_sample_to_n={config.down_sample_to_n}; lower them"
-        )
     rewards, valid = pad_rows([[_reward(t) for t in group] for group in groups])
-    measure = load_penalty(
-        config.penalty or (config.mode if isinstance(config.mode, str) and config.mode in PENALTIES else "paper")
-    )
+    is_resampled = config.mode in ("paper", "released")
+    measure = load_penalty(config.penalty or (config.mode if is_resampled else "paper"))
     penalties = [[measure(t) for t in group] for group in groups]
-    errors, _ = pad_rows([[p.error for p in row] for row in penalties])
-    formats, _ = pad_rows([[p.answer_format for p in row] for row in penalties])
-    totals = errors * config.roc_error_ratio + formats * config.roc_answer_format
     draws = exponential_draws(valid, seeds) if config.mode == "paper" else None
     if wanted is not None:
         valid = valid & pad_rows(wanted)[0].bool()
 
-    positive = pad_rows([[_is_positive(t) for t in group] for group in groups])[0].bool() & valid
+    positive = pad_rows([[t.is_positive for t in group] for group in groups])[0].bool() & valid
     reasons = rejections(rewards, positive, valid, config)
-    if rule is None:
+    kept = valid
+    if is_resampled:
+        errors, _ = pad_rows([[p.error for p in row] for row in penalties])
+        formats, _ = pad_rows([[p.answer_format for p in row] for row in penalties])
+        totals = errors * config.roc_error_ratio + formats * config.roc_answer_format
         kept = choose(positive, totals, valid, config, draws)
-    else:
-        kept = torch.zeros_like(valid)
-        for number, reason in enumerate(reasons):
-            if reason is Rejection.NONE:
-                kept[number, rule(number, valid[number].nonzero().flatten().tolist())] = True
-                reasons[number] = reason if kept[number].any() else Rejection.TOO_FEW
-    kept &= torch.tensor([reason is Rejection.NONE for reason in reasons], dtype=torch.bool)[:, None]
 
-    counts = [mask.sum(1).tolist() for mask in (positive, valid & ~positive)]
     results = []
-    for number, (group, row) in enumerate(zip(groups, kept.tolist())):
-        indices = [i for i, is_kept in enumerate(row) if is_kept]
-        results.append(
-            ResampleResult(
-                kept=[group[i] for i in indices],
-                indices=indices,
-                reason=reasons[number],
-                penalties=penalties[number],
-                num_positive=counts[0][number],
-                num_negative=counts[1][number],
-            )
-        )
+    for group, row, reason, of_group in zip(groups, kept.tolist(), reasons, penalties):
+        indices = [i for i, is_kept in enumerate(row) if is_kept and reason is Rejection.NONE]
+        results.append(ResampleResult([group[i] for i in indices], indices, reason, of_group))
     return results
 
 
@@ -185,10 +145,10 @@ def choose(
     negative = valid & ~positive
     num_positive, num_negative = positive.sum(1), negative.sum(1)
     if config.mode == "paper":
-        if draws is None:
-            raise ValueError("paper mode draws at random and needs draws")
-        weights = torch.where(positive, 1.0 / (penalties + config.penalty_epsilon), 1.0)
-        keys = arrival_times(weights, draws)
+        assert draws is not None, "paper mode draws at random"
+        # Arrival times Exp(1) / weight (Efraimidis and Spirakis): the k smallest are k draws without replacement, each with
+        # probability proportional to the weight among the remaining rollouts.
+        keys = draws / torch.where(positive, 1.0 / (penalties + config.penalty_epsilon), 1.0)
         quotas = paper_quotas(num_positive, num_negative, config)
     else:
         keys = torch.where(positive, penalties, 0.0)  # negatives have equal keys, so they stay in rollout order
@@ -213,18 +173,6 @@ def ranks(*keys: Tensor) -> Tensor:
     for key in reversed(keys):
         order = order.gather(1, key.gather(1, order).argsort(dim=1, stable=True))
     return order.argsort(dim=1)
-
-
-def arrival_times(weights: Tensor, draws: Tensor) -> Tensor:
-    """Arrival times Exp(1) / weight_i of weighted sampling without replacement (Efraimidis and Spirakis).
-
-    The k smallest times are k draws, each with probability proportional to the weight among the remaining rollouts. Raises
-    ValueError for a weight that is not positive and finite.
-    """
-    wrong = ~((weights > 0) & torch.isfinite(weights))
-    if wrong.any():
-        raise ValueError(f"weights must be positive and finite, got {weights[wrong][0].item()}")
-    return draws / weights
 
 
 def exponential_draws(valid: Tensor, seeds: Sequence[str]) -> Tensor:
@@ -277,8 +225,3 @@ def _reward(trajectory: Trajectory) -> float:
     if trajectory.reward is None:
         raise ValueError(f"trajectory {trajectory.query_id}#{trajectory.rollout_index} has not been graded")
     return trajectory.reward
-
-
-def _is_positive(trajectory: Trajectory) -> bool:
-    _reward(trajectory)
-    return trajectory.is_positive

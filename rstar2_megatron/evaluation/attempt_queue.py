@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Coroutine, Iterable
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
 from rstar2_megatron.rollout.scheduling.work_queue import Slice
@@ -14,25 +13,19 @@ from rstar2_megatron.trajectory import Problem
 MAX_TRIES = 3  # of one attempt that infrastructure spoils
 
 
-@dataclass(slots=True)
-class Attempt:
-    """Attempt `index` at a problem; `group` is the problem's number."""
-
-    group: int
-    problem: Problem
-    index: int
-    tries: int = 0
-
-
 class AttemptQueue:
-    """Attempts that wait for an engine, and those that an engine runs."""
+    """Attempts that wait for an engine; those that engines run are counted."""
 
-    def __init__(self, attempts: Iterable[Attempt], slice_size: int) -> None:
-        """slice_size: most attempts at one problem that an engine takes at a time."""
+    def __init__(self, problems: Sequence[Problem], attempts: Iterable[tuple[int, int]], slice_size: int) -> None:
+        """attempts: (group, index), attempts at one problem next to each other; `group` is the number of the problem.
+
+        slice_size: most attempts at one problem that an engine takes at a time.
+        """
+        self._problems = problems
         self._waiting = deque(attempts)
         self._unfinished = len(self._waiting)
         self._slice_size = slice_size
-        self._running: dict[tuple[int, int], Attempt] = {}
+        self._tries: Counter[tuple[int, int]] = Counter()
         self._changed = asyncio.Event()
 
     async def next(self, room: int) -> list[Slice] | None:
@@ -46,22 +39,19 @@ class AttemptQueue:
                 return None
             self._changed.clear()
             await self._changed.wait()
-        first = self._waiting[0]
+        group = self._waiting[0][0]
         taken: list[int] = []
-        while self._waiting and self._waiting[0].group == first.group and len(taken) < self._slice_size:
-            attempt = self._waiting.popleft()
-            self._running[attempt.group, attempt.index] = attempt
-            taken.append(attempt.index)
-        return [Slice(first.group, first.problem, taken)]
+        while self._waiting and self._waiting[0][0] == group and len(taken) < self._slice_size:
+            taken.append(self._waiting.popleft()[1])
+        return [Slice(group, self._problems[group], taken)]
 
     def ended(self, group: int, index: int, *, usable: bool) -> None:
         """An engine has ended an attempt. One that was spoiled waits again, at the end, up to MAX_TRIES tries."""
-        attempt = self._running.pop((group, index))
-        attempt.tries += 1
-        if usable or attempt.tries == MAX_TRIES:
+        self._tries[group, index] += 1
+        if usable or self._tries[group, index] == MAX_TRIES:
             self._unfinished -= 1
         else:
-            self._waiting.append(attempt)
+            self._waiting.append((group, index))
         self._changed.set()
 
 

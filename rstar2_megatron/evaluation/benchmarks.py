@@ -18,16 +18,12 @@ from rstar2_megatron.data.rows import DataError, HubName, file_rows, find_files,
 Row = dict[str, Any]
 
 
-class BenchmarkError(ValueError):
-    """A data set does not have the expected columns or size; the message lists those that it has."""
-
-
 @dataclass(frozen=True, slots=True)
 class Benchmark:
     """Where a benchmark is on the Hugging Face hub, and how its rows are converted.
 
-    `convert(row, seed)` gives the project's row without query_id. `key_column` names the problem in its query_id; None
-    numbers the rows.
+    `convert(row, seed)` gives the project's row without query_id. `key_column` names the problem in its query_id; a row
+    without it has its number there.
     """
 
     path: str
@@ -35,8 +31,8 @@ class Benchmark:
     num_problems: int
     columns: tuple[str, ...]
     convert: Callable[[Mapping[str, Any], int], Row]
+    key_column: str
     config: str | None = None
-    key_column: str | None = None
 
 
 def _math(row: Mapping[str, Any], seed: int) -> Row:
@@ -61,18 +57,12 @@ def _multiple_choice(row: Mapping[str, Any], seed: int) -> Row:
 
 
 BENCHMARKS: dict[str, Benchmark] = {
-    "aime24": Benchmark("HuggingFaceH4/aime_2024", "train", 30, ("problem", "answer"), _math, key_column="id"),
-    "aime25": Benchmark("MathArena/aime_2025", "train", 30, ("problem", "answer"), _math, key_column="problem_idx"),
-    "hmmt25": Benchmark("MathArena/hmmt_feb_2025", "train", 30, ("problem", "answer"), _math, key_column="problem_idx"),
-    "math500": Benchmark("HuggingFaceH4/MATH-500", "test", 500, ("problem", "answer"), _math, key_column="unique_id"),
+    "aime24": Benchmark("HuggingFaceH4/aime_2024", "train", 30, ("problem", "answer"), _math, "id"),
+    "aime25": Benchmark("MathArena/aime_2025", "train", 30, ("problem", "answer"), _math, "problem_idx"),
+    "hmmt25": Benchmark("MathArena/hmmt_feb_2025", "train", 30, ("problem", "answer"), _math, "problem_idx"),
+    "math500": Benchmark("HuggingFaceH4/MATH-500", "test", 500, ("problem", "answer"), _math, "unique_id"),
     "gpqa-diamond": Benchmark(
-        "Idavidrein/gpqa",
-        "train",
-        198,
-        ("Question", *_CHOICES),
-        _multiple_choice,
-        config="gpqa_diamond",
-        key_column="Record ID",
+        "Idavidrein/gpqa", "train", 198, ("Question", *_CHOICES), _multiple_choice, "Record ID", config="gpqa_diamond"
     ),
 }
 
@@ -80,27 +70,24 @@ BENCHMARKS: dict[str, Benchmark] = {
 def convert(name: str, rows: Iterable[Mapping[str, Any]], seed: int = 0, source: str | Path | None = None) -> list[Row]:
     """Rows of a benchmark in the project's form. source: the file that they are from, if not from the hub.
 
-    Raises BenchmarkError for a missing or empty column, a repeated row, or a text that training does not read.
+    Raises DataError for a missing or empty column, a repeated row, or a text that training does not read.
     """
     benchmark = BENCHMARKS[name]
     converted: list[Row] = []
     seen: set[str] = set()
     for number, given in enumerate(rows, 1):
         where = f"{name}: row {number} of {source or benchmark.path}"
-        row = with_names(dict(given), (*benchmark.columns, *filter(None, [benchmark.key_column])))
+        row = with_names(dict(given), (*benchmark.columns, benchmark.key_column))
         missing = [column for column in benchmark.columns if not _says_something(row.get(column))]
         if missing:
-            raise BenchmarkError(f"{where} lacks {missing}; its columns are {sorted(given)}")
-        key = row.get(benchmark.key_column) if benchmark.key_column else None
+            raise DataError(f"{where} lacks {missing}; its columns are {sorted(given)}")
+        key = row.get(benchmark.key_column)
         query_id = f"{name}-{number - 1 if key is None else key}"
         if query_id in seen:
-            raise BenchmarkError(f"{where} repeats {query_id}")
+            raise DataError(f"{where} repeats {query_id}")
         seen.add(query_id)
         converted.append({**benchmark.convert(row, seed), "query_id": query_id, "task": name})
-        try:
-            problem_of(converted[-1], where, "prompt", "solutions", query_id)
-        except DataError as error:
-            raise BenchmarkError(str(error)) from None
+        problem_of(converted[-1], where, "prompt", "solutions", query_id)
     return converted
 
 
@@ -111,17 +98,17 @@ def _says_something(value: Any) -> bool:
 def load(name: str, source: str | Path | None = None, seed: int = 0) -> list[Row]:
     """A benchmark from the hub, or from `source`: a file, or a directory that `datasets` reads.
 
-    Raises BenchmarkError for an unknown name, a failed download, or a data set of another shape or size (a local source may
+    Raises DataError for an unknown name, a failed download, or a data set of another shape or size (a local source may
     be smaller).
     """
     if name not in BENCHMARKS:
-        raise BenchmarkError(f"unknown benchmark {name!r}; known: {', '.join(BENCHMARKS)}")
+        raise DataError(f"unknown benchmark {name!r}; known: {', '.join(BENCHMARKS)}")
     benchmark = BENCHMARKS[name]
     rows = convert(name, _read(benchmark, source), seed, source)
     if not rows:
-        raise BenchmarkError(f"{name}: {source or benchmark.path} has no rows")
+        raise DataError(f"{name}: {source or benchmark.path} has no rows")
     if source is None and len(rows) != benchmark.num_problems:
-        raise BenchmarkError(
+        raise DataError(
             f"{name}: {benchmark.path} has {len(rows)} problems now, {benchmark.num_problems} are expected; scores would "
             "not compare with published ones"
         )
@@ -139,4 +126,4 @@ def _read(benchmark: Benchmark, source: str | Path | None) -> list[Row]:
             ". GPQA is gated: accept its terms on the hub and log in; without network download it elsewhere and give its "
             "directory with --source"
         )
-        raise BenchmarkError(f"{source or benchmark.path} cannot be loaded: {error}{'' if source else remedy}") from error
+        raise DataError(f"{source or benchmark.path} cannot be loaded: {error}{'' if source else remedy}") from error

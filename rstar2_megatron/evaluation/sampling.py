@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
-from rstar2_megatron.evaluation.attempt_queue import Attempt, AttemptQueue, run_together
+from rstar2_megatron.evaluation.attempt_queue import AttemptQueue, run_together
 from rstar2_megatron.evaluation.samples import Sample, SampleFile
-from rstar2_megatron.evaluation.services import SamplingSettings, Services, running_services
+from rstar2_megatron.evaluation.services import SamplingSettings, running_services
 from rstar2_megatron.records.trajectory_row import trajectory_row
 from rstar2_megatron.rollout.build import make_engine_budget
 from rstar2_megatron.rollout.engine.client import EngineClient
@@ -53,54 +51,41 @@ def sample(
     if any(key not in found for key in keys):
         temporary = RunTemporary()
         try:
-            asyncio.run(_Sampler(problems, settings, file, found, label).run())
+            asyncio.run(_draw(problems, settings, file, found, label))
         finally:
             temporary.remove()
     return [found[key] for key in keys if key in found]
 
 
-@dataclass
-class _Sampler:
-    """One call of `sample`: services up, engines pulling attempts, services down."""
+async def _draw(
+    problems: Sequence[Problem], settings: SamplingSettings, file: SampleFile, found: dict[tuple[str, int], Sample], label: str
+) -> None:
+    """Draw the attempts that `found` lacks, into it and `file`: services up, engines pulling attempts, services down."""
+    missing = [
+        (group, index)
+        for group, problem in enumerate(problems)
+        for index in range(settings.spec.samples)
+        if (problem.query_id, index) not in found
+    ]
+    async with running_services(settings, problems, file.path.parent.resolve() / "logs") as services:
+        attempts = AttemptQueue(problems, missing, settings.rollout.slice_size)
+        with tqdm(total=len(missing), desc=label, disable=None) as bar:
 
-    problems: Sequence[Problem]
-    settings: SamplingSettings
-    file: SampleFile
-    found: dict[tuple[str, int], Sample]
-    label: str
+            async def finished(work: Slice, trajectory: Trajectory) -> None:
+                if trajectory.usable:
+                    await services.rewards.grade([(work.problem, trajectory)])
+                row = trajectory_row(work.problem, trajectory)
+                file.append(row)
+                if trajectory.usable:
+                    found[trajectory.query_id, trajectory.rollout_index] = Sample.from_row(row)
+                    bar.update()
+                attempts.ended(work.group, trajectory.rollout_index, usable=trajectory.usable)
 
-    def __post_init__(self) -> None:
-        self.logs = self.file.path.parent.resolve() / "logs"
+            async def keep_busy(engine: EngineClient) -> None:
+                """Until no attempt is left."""
+                admission = AdmissionQueue(make_engine_budget(engine, settings.rollout))
+                runner = TrajectoryRunner(services.agent_loop(engine, settings), admission, attempts.next, finished)
+                engine.on_report = runner.observe
+                await runner.run()
 
-    async def run(self) -> None:
-        settings = self.settings
-        attempts = [
-            Attempt(group, problem, index)
-            for group, problem in enumerate(self.problems)
-            for index in range(settings.spec.samples)
-            if (problem.query_id, index) not in self.found
-        ]
-        async with running_services(settings, self.problems, self.logs) as services:
-            self.attempts = AttemptQueue(attempts, settings.rollout.slice_size)
-            with tqdm(total=len(attempts), desc=self.label, disable=None) as bar:
-                await run_together(self._serve(engine, services, bar) for engine in services.engines)
-
-    async def _serve(self, engine: EngineClient, services: Services, bar: Any) -> None:
-        """Keep one engine busy until no attempt is left."""
-        settings = self.settings
-        loop = services.agent_loop(engine, settings)
-        budget = make_engine_budget(engine, settings.rollout)
-
-        async def finished(work: Slice, trajectory: Trajectory) -> None:
-            if trajectory.usable:
-                await services.rewards.grade([(work.problem, trajectory)])
-            row = trajectory_row(work.problem, trajectory)
-            self.file.append(row)
-            if trajectory.usable:
-                self.found[trajectory.query_id, trajectory.rollout_index] = Sample.from_row(row)
-                bar.update()
-            self.attempts.ended(work.group, trajectory.rollout_index, usable=trajectory.usable)
-
-        runner = TrajectoryRunner(loop, AdmissionQueue(budget), self.attempts.next, finished)
-        engine.on_report = runner.observe
-        await runner.run()
+            await run_together(map(keep_busy, services.engines))

@@ -12,29 +12,20 @@ from rstar2_megatron.records.jsonl_file import JsonlFile
 from rstar2_megatron.records.rollout_log import rollout_rows
 from rstar2_megatron.records.samples import ShownGroup, group_rows
 from rstar2_megatron.records.trajectory_files import rollouts_path, write_groups
+from rstar2_megatron.settings.schema import RunnerSettings
 from rstar2_megatron.trajectory import Group
 
 
 class RunFiles:
     """metrics.jsonl, trajectories.jsonl and, when asked for, rollouts.jsonl and rollouts/ of a run's directory."""
 
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        save_rollouts: bool = False,
-        save_rollout_tokens: bool = False,
-        keep_rollouts: int | None = None,
-        max_file_mb: int = 1024,
-    ) -> None:
-        """The keyword arguments are the keys of `runner` of the same names."""
+    def __init__(self, directory: Path, runner: RunnerSettings) -> None:
         self.metrics = JsonlFile(directory / "metrics.jsonl")
         self._trajectories = JsonlFile(directory / "trajectories.jsonl")
         self._rollouts = JsonlFile(directory / "rollouts.jsonl")
         self._tokens = directory / "rollouts"
         self._logs = directory / "logs"
-        self._save_rollouts, self._save_rollout_tokens = save_rollouts, save_rollout_tokens
-        self._keep_rollouts, self._max_bytes = keep_rollouts, max_file_mb * 2**20
+        self._runner, self._max_bytes = runner, runner.max_file_mb * 2**20
 
     def truncate_after(self, step: int) -> None:
         """Drop the rows of steps after `step`, that of the checkpoint: a resumed run repeats these steps."""
@@ -45,12 +36,12 @@ class RunFiles:
         """Write one step; `metrics` become its row of metrics.jsonl."""
         self.metrics.append({**metrics, "step": step})
         self._trajectories.append(*(row for group in shown for row in group_rows(step, group)))
-        if self._save_rollouts:
+        if self._runner.save_rollouts:
             self._rollouts.append(*rollout_rows(step, groups))
-        if self._save_rollout_tokens:
+        if self._runner.save_rollout_tokens:
             write_groups(rollouts_path(self._tokens, step), groups)
-            if self._keep_rollouts is not None:
-                rollouts_path(self._tokens, step - self._keep_rollouts).unlink(missing_ok=True)
+            if (kept := self._runner.keep_rollouts) is not None:
+                rollouts_path(self._tokens, step - kept).unlink(missing_ok=True)
         for file in (self._trajectories, self._rollouts):
             file.keep_newest(self._max_bytes)
         for log in self._logs.glob("*.log"):

@@ -7,7 +7,6 @@ Hooks call `TRACE`, which does nothing until `open`. Rows of the picture are Chr
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import heapq
 import json
@@ -15,6 +14,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,19 +75,6 @@ def clock_offset(pings: Sequence[tuple[float, float, float]]) -> float:
     return theirs - (sent + received) / 2
 
 
-class _Off:
-    """The result of `span` while nothing is traced."""
-
-    def __enter__(self) -> Args:
-        return {}
-
-    def __exit__(self, *error: object) -> None:
-        return None
-
-
-_OFF = _Off()
-
-
 class Recorder:
     """The events of one process. Its methods cost a comparison while no trace is open."""
 
@@ -134,19 +121,19 @@ class Recorder:
     def on(self) -> bool:
         return self._file is not None
 
-    def span(self, name: str, row: TraceRow | None = None, **args: Any) -> contextlib.AbstractContextManager[Args]:
+    def span(self, name: str, row: TraceRow | None = None, **args: Any) -> AbstractContextManager[Args]:
         """A span from entering to leaving; entering gives its arguments, which may be changed until then.
 
         It is drawn in this process's row, within the `task` around it if there is one. In another `row` it gets a free lane.
         """
-        return _OFF if self._file is None else self._span(name, row, args)
+        return nullcontext({}) if self._file is None else self._span(name, row, args)
 
-    def task(self, name: str, **args: Any) -> contextlib.AbstractContextManager[Args]:
+    def task(self, name: str, **args: Any) -> AbstractContextManager[Args]:
         """A span on a free lane of this process's row; spans of the same asyncio task are drawn within it.
 
         Its beginning is an event of its own, so that a killed run shows it.
         """
-        return _OFF if self._file is None else self._task(name, args)
+        return nullcontext({}) if self._file is None else self._task(name, args)
 
     def add(self, name: str, start: float, end: float, row: TraceRow | None = None, **args: Any) -> None:
         """A span between two times of `time.monotonic()`. Spans of a lane may touch or hold each other, not overlap."""
@@ -158,7 +145,7 @@ class Recorder:
         if self._file is not None:
             self._add({"name": name, "ph": "C", "pid": self._row.pid, "ts": self._now(), "args": values})
 
-    @contextlib.contextmanager
+    @contextmanager
     def _span(self, name: str, row: TraceRow | None, args: Args) -> Iterator[Args]:
         lane = _lane.get() if row is None else self._take_lane(row)
         start = time.monotonic()
@@ -169,7 +156,7 @@ class Recorder:
             if row is not None:
                 self._release_lane(row, lane)
 
-    @contextlib.contextmanager
+    @contextmanager
     def _task(self, name: str, args: Args) -> Iterator[Args]:
         lane = self._take_lane(self._row)
         outer = _lane.set(lane)
@@ -184,18 +171,8 @@ class Recorder:
 
     def _complete(self, row: TraceRow, lane: int, name: str, start: float, end: float, args: Args) -> None:
         self._lane_name(row, lane)
-        begun = self._at(start)
-        self._add(
-            {
-                "name": name,
-                "ph": "X",
-                "ts": begun,
-                "dur": self._at(end) - begun,
-                "pid": row.pid,
-                "tid": self._tid(row, lane),
-                "args": args,
-            }
-        )
+        begun, where = self._at(start), {"pid": row.pid, "tid": self._tid(row, lane)}
+        self._add({"name": name, "ph": "X", "ts": begun, "dur": self._at(end) - begun, **where, "args": args})
 
     def _now(self) -> int:
         return self._at(time.monotonic())

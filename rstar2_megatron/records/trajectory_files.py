@@ -7,7 +7,7 @@ a line. Nothing here imports torch, Ray or SGLang.
 from __future__ import annotations
 
 import gzip
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -31,31 +31,23 @@ def write_groups(path: Path, groups: Sequence[Group]) -> None:
             file.write(_GROUP.dump_json(group) + b"\n")
 
 
-def iterate_groups(path: Path) -> Iterator[Group]:
-    """The groups of a file in order, one in memory at a time.
+def read_groups(path: Path) -> list[Group]:
+    """All groups of a file, in order.
 
     Raises FileNotFoundError, or ValueError that names file and line for a row that is not a group.
     """
+    groups: list[Group] = []
     with gzip.open(path, "rb") as file:
-        line_number = 0
-        while True:
-            line_number += 1
-            try:
-                line = file.readline()
-                if not line:
-                    return
+        try:
+            for line in file:
                 group = _GROUP.validate_json(line)
                 for trajectory in group.trajectories:
                     trajectory.check()
-            except ValidationError as e:
-                first = e.errors()[0]
-                where = ".".join(str(part) for part in first["loc"]) or "the row"
-                raise ValueError(f"{path}, line {line_number}: {where}: {first['msg']}") from e
-            except (EOFError, gzip.BadGzipFile, ValueError) as e:
-                raise ValueError(f"{path}, line {line_number}: {e}") from e
-            yield group
-
-
-def read_groups(path: Path) -> list[Group]:
-    """All groups of a file; errors as in `iterate_groups`."""
-    return list(iterate_groups(path))
+                groups.append(group)
+        except (EOFError, gzip.BadGzipFile, ValueError) as error:
+            reason: object = error
+            if isinstance(error, ValidationError):
+                first = error.errors()[0]
+                reason = f"{'.'.join(map(str, first['loc'])) or 'the row'}: {first['msg']}"
+            raise ValueError(f"{path}, line {len(groups) + 1}: {reason}") from error
+    return groups

@@ -26,25 +26,12 @@ _SEED_IN_PATH = re.compile(r"seed[-_.=]?\d+(?:-[0-9a-f]{10}\b)?", re.IGNORECASE)
 _NOT_THE_WORK = ("runner.experiment_name", "runner.output_dir", "runner.resume_dir", "runner.logger.")
 
 
-class ArmError(ValueError):
-    """Runs that cannot be arms as they were named."""
-
-
 @dataclass(frozen=True, slots=True)
 class Point:
     """Mean over an arm's runs and their standard deviation (0 for one run)."""
 
     mean: float
     deviation: float
-    seeds: int
-
-    @property
-    def low(self) -> float:
-        return self.mean - self.deviation
-
-    @property
-    def high(self) -> float:
-        return self.mean + self.deviation
 
 
 @dataclass
@@ -83,7 +70,7 @@ def mean_curve(runs: Sequence[Series]) -> dict[int, Point]:
     """Mean and deviation at the steps that all runs have: a run that ended early would bend the mean where it ends."""
     common = set(runs[0]).intersection(*runs[1:]) if runs else set()
     columns = {step: [run[step] for run in runs] for step in sorted(common)}
-    return {step: Point(statistics.fmean(v), statistics.stdev(v) if len(v) > 1 else 0.0, len(v)) for step, v in columns.items()}
+    return {step: Point(statistics.fmean(v), statistics.stdev(v) if len(v) > 1 else 0.0) for step, v in columns.items()}
 
 
 def smoothed(series: Series, span: int) -> Series:
@@ -195,13 +182,13 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def check_arms(arms: Sequence[Arm]) -> None:
-    """Raises ArmError when one run is named twice, as two places or as a copy, or when an arm mixes codes."""
+    """Raises ValueError when one run is named twice, as two places or as a copy, or when an arm mixes codes."""
     for one, two in combinations([log for arm in arms for log in arm.logs], 2):
         same_place = (one.path.resolve(), one.run) == (two.path.resolve(), two.run)
         if same_place or (one.series and one.series == two.series):
             how = "is named twice" if same_place else f"and {two.path} hold the same values at every step"
-            raise ArmError(f"{one.path} {how}: one run would count as two seeds; name it once")
+            raise ValueError(f"{one.path} {how}: one run would count as two seeds; name it once")
     for arm in arms:
         kinds = {log.kind for log in arm.logs}
         if len(kinds) > 1:
-            raise ArmError(f"arm {arm.label} mixes runs of {' and '.join(sorted(kinds))}; give each its own --arm")
+            raise ValueError(f"arm {arm.label} mixes runs of {' and '.join(sorted(kinds))}; give each its own --arm")

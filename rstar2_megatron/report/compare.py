@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from rstar2_megatron.records.text_table import aligned
 from rstar2_megatron.report.arms import Arm, Point, clock, equal_seeds, last_values
 from rstar2_megatron.report.log_formats import Log, Series
 from rstar2_megatron.report.names import COMPARABLE, DIFFERENT_IN_VERL, LENGTH, PASS_RATE, RESAMPLED, REWARD, Panel
@@ -17,26 +18,26 @@ from rstar2_megatron.report.names import COMPARABLE, DIFFERENT_IN_VERL, LENGTH, 
 BOOTSTRAPS = 10_000
 SEEDS_FOR_A_CONCLUSION = 3
 
-# ------------------------------------------------------------------------------------------------ figures
+HEADS = ("metric", "arm", "seeds", "steps", "final", "best (step)", "area under curve, per step", "difference", "of")
+
+# ---------------------------------------------------------------------------------- figures of a curve that is not empty
 
 
-def final_value(curve: dict[int, Point], last: int) -> float | None:
+def final_value(curve: dict[int, Point], last: int) -> float:
     """Mean over the last `last` steps; a metric of fewer steps has fewer values there."""
-    if not curve:
-        return None
     return statistics.fmean(last_values({step: p.mean for step, p in curve.items()}, max(curve), last))
 
 
-def best_value(curve: dict[int, Point]) -> tuple[int, float] | None:
+def best_value(curve: dict[int, Point]) -> tuple[int, float]:
     """(step, value) of the highest mean."""
-    return max(((s, p.mean) for s, p in curve.items()), key=lambda item: item[1], default=None)
+    return max(((s, p.mean) for s, p in curve.items()), key=lambda item: item[1])
 
 
-def area(curve: Series) -> float | None:
+def area(curve: Series) -> float:
     """Area under the curve by trapezoids, divided by its length in steps: the mean height."""
     steps = sorted(curve)
     if len(steps) < 2:
-        return curve[steps[0]] if steps else None
+        return curve[steps[0]]
     total = sum((b - a) * (curve[a] + curve[b]) / 2 for a, b in pairwise(steps))
     return total / (steps[-1] - steps[0])
 
@@ -115,9 +116,9 @@ def difference(
         return None
     at = [[curve.at(place) for curve in side] for side in sides]
     tail = [[curve.before(place, last) for curve in side] for side in sides]
-    interval = paired_bootstrap if paired else bootstrap
+    at_place, at_end = (bootstrap(*values, paired=paired) for values in (at, tail))
     means = statistics.fmean(tail[0]), statistics.fmean(tail[1])
-    return Difference(place, interval(*at), interval(*tail), means, (len(sides[0]), len(sides[1])), paired)
+    return Difference(place, at_place, at_end, means, (len(sides[0]), len(sides[1])), paired)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,26 +143,20 @@ class _Curve:
         return statistics.fmean(last_values(self.series, end, steps))
 
 
-def bootstrap(reference: Sequence[float], arm: Sequence[float]) -> Interval:
+def bootstrap(reference: Sequence[float], arm: Sequence[float], *, paired: bool = False) -> Interval:
     """mean(arm) - mean(reference), with the 95 % percentile interval over seeds drawn with replacement in each arm.
 
     Deviations from an arm's mean are widened by sqrt(n / (n - 1)), because n draws from n seeds spread too little.
+    paired: values stand in the order of the same seeds, and what is drawn are the differences of pairs.
     """
+    if paired:  # their differences, against 0
+        reference, arm = [0.0], [b - a for a, b in zip(reference, arm, strict=True)]
     value = statistics.fmean(arm) - statistics.fmean(reference)
-    if min(len(reference), len(arm)) < 2:
+    if len(arm) < 2 or (len(reference) < 2 and not paired):
         return Interval(value)
     random = np.random.default_rng(0)
-    low, high = np.percentile(_drawn_means(arm, random) - _drawn_means(reference, random), [2.5, 97.5])
-    return Interval(value, float(low), float(high))
-
-
-def paired_bootstrap(reference: Sequence[float], arm: Sequence[float]) -> Interval:
-    """As `bootstrap`, of values in the order of the same seeds: what is drawn are the differences of pairs."""
-    differences = [b - a for a, b in zip(reference, arm, strict=True)]
-    value = statistics.fmean(differences)
-    if len(differences) < 2:
-        return Interval(value)
-    low, high = np.percentile(_drawn_means(differences, np.random.default_rng(0)), [2.5, 97.5])
+    means = _drawn_means(arm, random)
+    low, high = np.percentile(means if paired else means - _drawn_means(reference, random), [2.5, 97.5])
     return Interval(value, float(low), float(high))
 
 
@@ -186,119 +181,120 @@ def not_comparable(reference: Arm, arm: Arm, name: str) -> str | None:
     return None
 
 
-def conclusions(
-    arms: Sequence[Arm], panels: Sequence[Panel], *, x: str = "step", last: int = 5, paired: bool = False
-) -> list[str]:
-    """A sentence for each panel and each arm against the first: the differences, and what may be concluded from them."""
-    lines = []
-    for panel in panels:
-        for arm in arms[1:]:
-            pair = f"{panel.title}, {arm.label} - {arms[0].label}"
-            reason = not_comparable(arms[0], arm, panel.metric)
-            found = None if reason else difference(arms[0], arm, panel.metric, x=x, last=last, paired=paired)
-            if reason:
-                lines.append(f"{pair}: NOT COMPARABLE: {reason}")
-            elif found is None:
-                if any(panel.metric in log.series for side in (arms[0], arm) for log in side.logs):
-                    lines.append(f"{pair}: not both have it at a common {x}")
-            else:
-                lines.append(
-                    f"{pair}: {found.at.text(panel.digits)} at {x} {found.place:.6g}, {found.last.text(panel.digits)} over "
-                    f"the last {last} steps ({_counted(found)}): {found.verdict}"
+@dataclass(frozen=True)
+class RunComparison:
+    """What a comparison shows: a table, conclusions, and notes."""
+
+    arms: Sequence[Arm]
+    panels: Sequence[Panel]
+    x: str = "step"
+    """A key of `CLOCKS`."""
+    last: int = 5
+    """Steps that smooth a curve, and that final values and differences are means of."""
+    levels: Sequence[float] = ()
+    """Rewards whose first step the table names."""
+    messages: Sequence[str] = ()
+    """What is wrong with logs that give nothing."""
+    paired: bool = False
+    """Whether runs of equal seeds are compared with each other."""
+
+    def _difference(self, arm: Arm, name: str) -> Difference | None:
+        return difference(self.arms[0], arm, name, x=self.x, last=self.last, paired=self.paired)
+
+    @property
+    def conclusions(self) -> list[str]:
+        """A sentence for each panel and each arm against the first: the differences, and what may be concluded from them."""
+        first, *others = self.arms
+        lines = []
+        for panel in self.panels:
+            for arm in others:
+                pair = f"{panel.title}, {arm.label} - {first.label}"
+                if reason := not_comparable(first, arm, panel.metric):
+                    lines.append(f"{pair}: NOT COMPARABLE: {reason}")
+                elif found := self._difference(arm, panel.metric):
+                    seeds = f"{found.seeds[1]} and {found.seeds[0]} seeds"
+                    if self.paired:
+                        seeds = f"{found.seeds[0]} {'pair' if found.seeds[0] == 1 else 'pairs'} of equal seeds"
+                    lines.append(
+                        f"{pair}: {found.at.text(panel.digits)} at {self.x} {found.place:.6g}, "
+                        f"{found.last.text(panel.digits)} over the last {self.last} steps ({seeds}): {found.verdict}"
+                    )
+                elif any(panel.metric in log.series for side in (first, arm) for log in side.logs):
+                    lines.append(f"{pair}: not both have it at a common {self.x}")
+        return lines
+
+    @property
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """(heads, rows): each arm in each panel, against the first arm over the last steps that both have on the axis `x`."""
+        heads = [*HEADS, *(f"step of {level:g}" for level in self.levels)]
+        rows: list[list[str]] = []
+        for panel in self.panels:
+            for arm in self.arms:
+                curve, digits = arm.curve(panel.metric), panel.digits
+                if not curve:
+                    continue
+                comparable = arm is not self.arms[0] and not not_comparable(self.arms[0], arm, panel.metric)
+                gap = self._difference(arm, panel.metric) if comparable else None
+                smooth = arm.curve(panel.metric, self.last)
+                reached = [steps_to_reach(smooth, level) for level in self.levels]
+                best_step, best = best_value(curve)
+                rows.append(
+                    [
+                        panel.metric,
+                        arm.label,
+                        str(len(arm.logs)),
+                        f"{min(curve)}-{max(curve)}",
+                        f"{final_value(curve, self.last):.{digits}f}",
+                        f"{best:.{digits}f} ({best_step})",
+                        f"{area({step: point.mean for step, point in curve.items()}):.{digits}f}",
+                        "-" if gap is None else gap.last.text(digits),
+                        "-" if gap is None else f"{gap.means[1]:.{digits}f} - {gap.means[0]:.{digits}f}",
+                        *("-" if panel.unit != "mean reward" or step is None else str(step) for step in reached),
+                    ]
                 )
-    return lines
+        return heads, rows
 
-
-def _counted(found: Difference) -> str:
-    pairs = "pair" if found.seeds[0] == 1 else "pairs"
-    return f"{found.seeds[0]} {pairs} of equal seeds" if found.paired else f"{found.seeds[1]} and {found.seeds[0]} seeds"
-
-
-# ------------------------------------------------------------------------------------------- table and notes
-
-HEADS = ("metric", "arm", "seeds", "steps", "final", "best (step)", "area under curve, per step", "difference", "of")
-
-
-def comparison_table(
-    arms: Sequence[Arm],
-    panels: Sequence[Panel],
-    levels: Sequence[float],
-    *,
-    x: str = "step",
-    last: int = 5,
-    paired: bool = False,
-) -> tuple[list[str], list[list[str]]]:
-    """(heads, rows): each arm in each panel, against the first arm over the last steps that both have on the axis `x`."""
-    heads = [*HEADS, *(f"step of {level:g}" for level in levels)]
-    rows: list[list[str]] = []
-    for panel in panels:
-        for i, arm in enumerate(arms):
-            curve, digits = arm.curve(panel.metric), panel.digits
-            if not curve:
-                continue
-            comparable = i and not not_comparable(arms[0], arm, panel.metric)
-            gap = difference(arms[0], arm, panel.metric, x=x, last=last, paired=paired) if comparable else None
-            smooth = arm.curve(panel.metric, last)
-            reached = [steps_to_reach(smooth, level) for level in levels]
-            best = best_value(curve)
-            rows.append(
-                [
-                    panel.metric,
-                    arm.label,
-                    str(len(arm.logs)),
-                    f"{min(curve)}-{max(curve)}",
-                    _form(final_value(curve, last), digits),
-                    "-" if best is None else f"{best[1]:.{digits}f} ({best[0]})",
-                    _form(area({step: point.mean for step, point in curve.items()}), digits),
-                    "-" if gap is None else gap.last.text(digits),
-                    "-" if gap is None else f"{gap.means[1]:.{digits}f} - {gap.means[0]:.{digits}f}",
-                    *("-" if panel.unit != "mean reward" or step is None else str(step) for step in reached),
-                ]
+    @property
+    def faults(self) -> list[str]:
+        """What is wrong with the runs themselves: unreadable parts, NaN, unequal lengths. Errors under --strict."""
+        logs = [log for arm in self.arms for log in arm.logs]
+        notes = [*self.messages, *(message for log in logs for message in log.messages)]
+        for panel in self.panels:
+            for log in logs:
+                steps = sorted(log.not_finite.get(panel.metric, ()))
+                if steps:
+                    shown = ", ".join(map(str, steps[:5])) + (", ..." if len(steps) > 5 else "")
+                    notes.append(f"{log.path}: {panel.metric} is NaN or infinite at {len(steps)} steps ({shown}), marked x")
+        ends = {log.label: max(clock(log, "step"), default=0) for log in logs}
+        if len(set(ends.values())) > 1:
+            each = ", ".join(f"{label} {end}" for label, end in ends.items())
+            notes.append(
+                f"runs of unequal length ({each} steps): an arm is drawn to the end of its shortest run, and differences are "
+                "at the last step that all have"
             )
-    return heads, rows
+        return list(dict.fromkeys(notes))  # runs of one file may say the same
 
+    @property
+    def caveats(self) -> list[str]:
+        """Notes that a reader of these curves needs."""
+        notes = [
+            f"{panel.metric}: {COMPARABLE[panel.metric]}"
+            for panel in self.panels
+            if panel.metric in COMPARABLE and any(arm.curve(panel.metric) for arm in self.arms)
+        ]
+        notes += [f"{arm.label} is {', '.join(log.label for log in arm.logs)}" for arm in self.arms if len(arm.logs) > 1]
+        untold = [
+            arm.label
+            for arm in self.arms
+            if arm.kind == "verl" and not (arm.curve(PASS_RATE) or arm.curve(RESAMPLED)) and arm.curve(REWARD)
+        ]
+        if untold:
+            notes.append(f"{', '.join(untold)}: the log does not tell whether its reward is of all rollouts")
+        if any(log.first_step == 0 for arm in self.arms for log in arm.logs):
+            notes.append("logs whose steps begin at 0 are shifted by one")
+        return notes
 
-def faults(arms: Sequence[Arm], panels: Sequence[Panel]) -> list[str]:
-    """What is wrong with the runs themselves: unreadable parts, NaN, unequal lengths. Errors under --strict."""
-    logs = [log for arm in arms for log in arm.logs]
-    notes = [message for log in logs for message in log.messages]
-    for panel in panels:
-        for log in logs:
-            steps = sorted(log.not_finite.get(panel.metric, ()))
-            if steps:
-                shown = ", ".join(map(str, steps[:5])) + (", ..." if len(steps) > 5 else "")
-                notes.append(f"{log.path}: {panel.metric} is NaN or infinite at {len(steps)} steps ({shown}), marked x")
-    ends = {log.label: max(clock(log, "step"), default=0) for log in logs}
-    if len(set(ends.values())) > 1:
-        each = ", ".join(f"{label} {end}" for label, end in ends.items())
-        notes.append(
-            f"runs of unequal length ({each} steps): an arm is drawn to the end of its shortest run, and differences are at "
-            "the last step that all have"
-        )
-    return notes
-
-
-def caveats(arms: Sequence[Arm], panels: Sequence[Panel]) -> list[str]:
-    """Notes that a reader of these curves needs."""
-    notes = [
-        f"{panel.metric}: {COMPARABLE[panel.metric]}"
-        for panel in panels
-        if panel.metric in COMPARABLE and any(arm.curve(panel.metric) for arm in arms)
-    ]
-    for arm in arms:
-        if len(arm.logs) > 1:
-            notes.append(f"{arm.label} is {', '.join(log.label for log in arm.logs)}")
-    untold = [
-        arm.label
-        for arm in arms
-        if arm.kind == "verl" and not (arm.curve(PASS_RATE) or arm.curve(RESAMPLED)) and arm.curve(REWARD)
-    ]
-    if untold:
-        notes.append(f"{', '.join(untold)}: the log does not tell whether its reward is of all rollouts")
-    if any(log.first_step == 0 for arm in arms for log in arm.logs):
-        notes.append("logs whose steps begin at 0 are shifted by one")
-    return notes
-
-
-def _form(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+    @property
+    def text(self) -> str:
+        heads, rows = self.table
+        return "\n".join([aligned([heads, *rows], len(heads)), "", *self.conclusions, "", *self.caveats]) + "\n"

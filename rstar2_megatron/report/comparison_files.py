@@ -7,63 +7,24 @@ import html
 import io
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rstar2_megatron.records.text_table import aligned
 from rstar2_megatron.report.arms import CLOCKS, Arm, clock
-from rstar2_megatron.report.compare import caveats, comparison_table, conclusions, faults
+from rstar2_megatron.report.compare import RunComparison
 from rstar2_megatron.report.names import Panel
 
 _NOTES_IN_FIGURE = 24  # lines; the text file holds all
 _LEGEND_COLUMNS = 3
 
 
-@dataclass(frozen=True)
-class RunComparison:
-    """What a comparison shows."""
-
-    arms: Sequence[Arm]
-    panels: Sequence[Panel]
-    x: str = "step"
-    """A key of `CLOCKS`."""
-    last: int = 5
-    """Steps that smooth a curve, and that final values and differences are means of."""
-    levels: Sequence[float] = ()
-    """Rewards whose first step the table names."""
-    messages: Sequence[str] = ()
-    """What is wrong with logs that give nothing."""
-    paired: bool = False
-    """Whether runs of equal seeds are compared with each other."""
-
-    @property
-    def faults(self) -> list[str]:
-        return list(dict.fromkeys([*self.messages, *faults(self.arms, self.panels)]))  # runs of one file may say the same
-
-    @property
-    def conclusions(self) -> list[str]:
-        return conclusions(self.arms, self.panels, x=self.x, last=self.last, paired=self.paired)
-
-    @property
-    def table(self) -> tuple[list[str], list[list[str]]]:
-        return comparison_table(self.arms, self.panels, self.levels, x=self.x, last=self.last, paired=self.paired)
-
-    @property
-    def text(self) -> str:
-        notes = [*self.conclusions, "", *caveats(self.arms, self.panels)]
-        heads, rows = self.table
-        return "\n".join([aligned([heads, *rows], len(heads)), "", *notes]) + "\n"
-
-
 def draw_comparison(comparison: RunComparison) -> Any:
     """A matplotlib figure: a panel a metric, raw and smoothed means, bands over seeds; conclusions and notes below."""
     # Here: matplotlib takes a second, which tables do not need.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     arms, panels = comparison.arms, comparison.panels
-    notes = [*(f"warning: {fault}" for fault in comparison.faults), *comparison.conclusions, *caveats(arms, panels)]
+    notes = [*(f"warning: {fault}" for fault in comparison.faults), *comparison.conclusions, *comparison.caveats]
     lines = [line for note in notes for line in textwrap.wrap(note, 190, subsequent_indent="   ")]
     if len(lines) > _NOTES_IN_FIGURE:
         rest = len(lines) - _NOTES_IN_FIGURE
@@ -73,7 +34,6 @@ def draw_comparison(comparison: RunComparison) -> Any:
     legend_height = 0.2 + 0.25 * -(-len(arms) // _LEGEND_COLUMNS)
     height = 4.2 * rows + notes_height + legend_height
     figure = Figure(figsize=(12, height))
-    FigureCanvasAgg(figure)
     grid = figure.subplots(rows, columns, squeeze=False)
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
@@ -114,7 +74,7 @@ def _draw_arm(axes: Any, arm: Arm, panel: Panel, comparison: RunComparison, colo
     axes.plot(xs, [raw[s].mean for s in steps], color=colour, alpha=0.3, linewidth=0.8, marker=marker)
     axes.plot(xs, [smooth[s].mean for s in steps], color=colour, linewidth=1.8, label=arm.label + seeds)
     if len(arm.logs) > 1:
-        low, high = [smooth[s].low for s in steps], [smooth[s].high for s in steps]
+        low, high = ([smooth[s].mean + side * smooth[s].deviation for s in steps] for side in (-1, 1))
         axes.fill_between(xs, low, high, color=colour, alpha=0.2, linewidth=0)
 
 
@@ -148,6 +108,6 @@ def _page(svg: bytes, comparison: RunComparison) -> str:
         f"<h1>Training curves</h1><img alt='curves of the arms' src='data:image/svg+xml;base64,{image}'>"
         f"<table>{cells('th', heads)}{''.join(cells('td', row) for row in rows)}</table>"
         f"{items('What may be concluded', comparison.conclusions)}"
-        f"{items('What to know', caveats(comparison.arms, comparison.panels))}"
+        f"{items('What to know', comparison.caveats)}"
         f"{items('What is wrong with the logs', comparison.faults)}</body></html>\n"
     )

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rstar2_megatron.report.arms import CLOCKS, Arm, check_arms, group_runs
-from rstar2_megatron.report.comparison_files import RunComparison, write_comparison
+from rstar2_megatron.report.compare import RunComparison
+from rstar2_megatron.report.comparison_files import write_comparison
 from rstar2_megatron.report.draw import draw_run
 from rstar2_megatron.report.log_formats import Log
 from rstar2_megatron.report.names import DEFAULT_PANELS, PANELS, panel

@@ -94,57 +94,25 @@ PREFERENCE_PANELS: tuple[RunPanel, ...] = (
 )
 
 
-def draw_run(directory: str | Path, out: str | Path | None = None) -> Path:
+def draw_run(directory: str | Path, out: str | Path | None = None, panels: Sequence[RunPanel] = PANELS) -> Path:
     """Write `curves.png` of a run from its metrics.jsonl, with the borders of stages.json if the file exists.
 
-    Raises ValueError when it has no steps.
+    panels: two a row. Raises ValueError when it has no steps.
     """
     directory = Path(directory)
-    heading = directory.resolve().name
-    stages = held_out(directory)
-    if stages:
-        heading += "   held-out pass@1: " + ", ".join(f"{label} {value:.2f}" for label, value in stages)
-    return _draw(directory, out, PANELS, (4, 2), heading, stage_borders(directory))
-
-
-def draw_sft(directory: str | Path) -> Path:
-    """Write `curves.png` of a supervised fine-tuning. Raises ValueError when it has no steps."""
-    return _draw(Path(directory), None, SFT_PANELS, (1, 2), Path(directory).resolve().name, [])
-
-
-def draw_preference(directory: str | Path) -> Path:
-    """Write `curves.png` of a reward model's training. Raises ValueError when it has no steps."""
-    return _draw(Path(directory), None, PREFERENCE_PANELS, (1, 2), Path(directory).resolve().name, [])
-
-
-def stage_borders(directory: Path) -> list[tuple[int, str]]:
-    """(first step, name) of each stage of a recipe's metrics.jsonl; empty for a single run."""
-    path = directory / "stages.json"
-    if not path.is_file():
-        return []
-    return [(int(stage["first_step"]), str(stage["name"])) for stage in json.loads(path.read_text())]
-
-
-def _draw(
-    directory: Path,
-    out: str | Path | None,
-    panels: Sequence[RunPanel],
-    shape: tuple[int, int],
-    heading: str,
-    borders: Sequence[tuple[int, str]],
-) -> Path:
     rows = JsonlFile(directory / "metrics.jsonl").rows()
     if not rows:
         raise ValueError(f"{directory / 'metrics.jsonl'} has no steps to draw")
     target = Path(out) if out is not None else directory / "curves.png"
+    heading = directory.resolve().name
+    if stages := held_out(directory):
+        heading += "   held-out pass@1: " + ", ".join(f"{label} {value:.2f}" for label, value in stages)
+    borders = stage_borders(directory)
 
-    # Here: matplotlib takes a second, which tables do not need.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # here: matplotlib takes a second, which tables do not need
 
-    figure = Figure(figsize=(11, 3.5 * shape[0]), layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, (title, unit, limits, lines) in zip(figure.subplots(*shape).flat, panels):
+    figure = Figure(figsize=(11, 3.5 * (len(panels) // 2)), layout="constrained")
+    for axes, (title, unit, limits, lines) in zip(figure.subplots(len(panels) // 2, 2).flat, panels):
         for name, label in lines:
             steps, values = points(rows, name)
             if steps:
@@ -156,10 +124,7 @@ def _draw(
         axes.set_xlabel("step")
         axes.set_ylabel(unit)
         axes.grid(alpha=0.3)
-        if limits:
-            axes.set_ylim(*limits)
-        else:
-            axes.set_ylim(bottom=0)
+        axes.set_ylim(*(limits or (0, None)))
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=8)
     figure.suptitle(heading, fontsize=11)
@@ -167,6 +132,14 @@ def _draw(
     with replacement(target) as partial:
         figure.savefig(partial, dpi=120, format="png")
     return target
+
+
+def stage_borders(directory: Path) -> list[tuple[int, str]]:
+    """(first step, name) of each stage of a recipe's metrics.jsonl; empty for a single run."""
+    path = directory / "stages.json"
+    if not path.is_file():
+        return []
+    return [(int(stage["first_step"]), str(stage["name"])) for stage in json.loads(path.read_text())]
 
 
 def points(rows: Sequence[dict[str, Any]], name: str) -> tuple[list[float], list[float]]:

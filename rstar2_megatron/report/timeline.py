@@ -53,13 +53,11 @@ def newest_trace(run: Path) -> Path:
 def draw(step: Timeline, title: str, target: Path) -> None:
     """Write the picture as PNG or SVG, by the name of `target`. One panel a row, below it the curves of an engine."""
     # Here: matplotlib takes a second, which the sentence alone does not need.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     pids = [pid for pid in _order(step) if step.of(pid) or any(task.pid == pid for task in step.tasks)]
     heights = [4.0 if engine_of(pid) is not None else 1.2 if pid == TOOLS.pid else 0.7 for pid in pids]
     figure = Figure(figsize=(13, 1.0 + 0.42 * sum(heights)), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(len(pids), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for axes, pid in zip(panels, pids):
         _draw_row(axes, step, pid)

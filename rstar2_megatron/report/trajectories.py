@@ -24,7 +24,7 @@ import yaml
 
 from rstar2_megatron.records.trajectory_row import unpack_floats, unpack_ints
 from rstar2_megatron.records.whole_file import write_text
-from rstar2_megatron.report.page.trees import find_trees, tree_groups
+from rstar2_megatron.report.page.trees import find_trees, tool_call, tree_groups
 
 LEVELS = (1e-3, 1e-2, 1e-1, 1.0)  # of |actor - engine|, darker from each on
 _TEMPLATE = Path(__file__).with_name("trajectory_page.html")
@@ -146,7 +146,7 @@ def _trajectory(row: Row, tokenizer: Any) -> dict[str, Any]:
 def _parts(row: Row, tokenizer: Any) -> Iterator[dict[str, Any]]:
     """Turns with the tool calls that follow each."""
     shaded = shaded_turns(row, tokenizer) if tokenizer is not None else None
-    calls = map(_call, row["tool_calls"])
+    calls = map(tool_call, row["tool_calls"])
     counts = row.get("calls_per_turn") or [1] * len(row["tool_calls"])  # rows of earlier versions do not say
     for number, text in enumerate(row["turns"]):
         turn: dict[str, Any] = {"kind": "turn", "text": text}
@@ -155,19 +155,6 @@ def _parts(row: Row, tokenizer: Any) -> Iterator[dict[str, Any]]:
         yield turn
         yield from islice(calls, *counts[number : number + 1] or [0])
     yield from calls
-
-
-def _call(call: Row) -> dict[str, Any]:
-    arguments = call.get("arguments") or {}
-    return {
-        "kind": "tool",
-        "name": call["name"],
-        "outcome": call["outcome"],
-        "seconds": round(call["seconds"], 3),
-        "code": str(arguments.get("code") or ""),
-        "input": str(arguments.get("input") or ""),
-        "response": call["response"] if "response" in call else call["response_text"],
-    }
 
 
 def shaded_turns(row: Row, tokenizer: Any) -> list[list[tuple[str, int, str]]] | None:
@@ -218,7 +205,7 @@ def build_tree_page(paths: Sequence[Path], *, max_bytes: int = 20_000_000) -> Pa
     """The page of a search: a group a tree, with its solutions as trajectories. Raises ValueError without a tree."""
     page = Page()
     for path in paths:
-        groups, solutions, messages = tree_groups(path, _call, max_bytes // len(paths))
+        groups, solutions, messages = tree_groups(path, max_bytes // len(paths))
         page.groups += groups
         page.num_rows += solutions
         page.messages += messages

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rstar2_megatron.algorithm.preference import check_room
-from rstar2_megatron.report.draw import draw_preference
+from rstar2_megatron.report.draw import PREFERENCE_PANELS, draw_run
 from rstar2_megatron.runs.sft_run import SFTRun
 from rstar2_megatron.search.preference.rows import PreferenceRows, load_preference_rows
 from rstar2_megatron.settings.schema import PreferenceSettings, SFTPhaseSettings
@@ -61,7 +61,7 @@ class PreferenceRun(SFTRun):
         return {f"eval/preference_{name}": value for name, value in found.items()}
 
     def draw(self) -> Path:
-        return draw_preference(self.directory)
+        return draw_run(self.directory, panels=PREFERENCE_PANELS)
 
     def line(self, step: int, steps: int, row: Mapping[str, Any]) -> str:
         own = {name.removeprefix("train/preference/"): value for name, value in row.items()}

@@ -61,13 +61,7 @@ class RLRun(ClusterRun):
         self.judge = CodeJudgeService(
             settings.tools.codejudge, self.directory / "logs" / "judge.log", host=listening_address(settings.cluster.num_nodes)
         )
-        self.files = RunFiles(
-            self.directory,
-            save_rollouts=settings.runner.save_rollouts,
-            save_rollout_tokens=settings.runner.save_rollout_tokens,
-            keep_rollouts=settings.runner.keep_rollouts,
-            max_file_mb=settings.runner.max_file_mb,
-        )
+        self.files = RunFiles(self.directory, settings.runner)
         self.last_evaluation: tuple[int, Any] = (-1, None)
         self.watch = CollapseWatch(settings.runner.max_empty_steps)
         self.metric_watch = MetricWatch(settings)

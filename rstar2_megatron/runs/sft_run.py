@@ -13,7 +13,7 @@ from rstar2_megatron.cluster.launch import MetricLogger
 from rstar2_megatron.records import checkpoint
 from rstar2_megatron.records.jsonl_file import JsonlFile
 from rstar2_megatron.records.model_format import write_format
-from rstar2_megatron.report.draw import draw_sft
+from rstar2_megatron.report.draw import SFT_PANELS, draw_run
 from rstar2_megatron.runs.cluster_run import ClusterRun
 from rstar2_megatron.settings.schema import PreferenceSettings, SFTPhaseSettings, SFTSettings
 from rstar2_megatron.sft.rows import load_sft_rows
@@ -89,7 +89,7 @@ class SFTRun(ClusterRun):
         return {VALIDATION_LOSS: validation_loss(self.actor, self.held_out, size, timeout)}
 
     def draw(self) -> Path:
-        return draw_sft(self.directory)
+        return draw_run(self.directory, panels=SFT_PANELS)
 
     def line(self, step: int, steps: int, row: Mapping[str, Any]) -> str:
         """What is printed of a step."""

@@ -50,36 +50,41 @@ class CollapseWatch:
         """Raise CollapseError when the run, with this step, shows a sign of ruin."""
         if self.compares_with_before:
             self._after.append(row)
-            _check_pass_rate(self._before, self._after)
-            _check_log_prob(self._before, self._after)
+            _check_resumed(self._before, self._after)
         self._empty = [] if row.get("rollout/groups_kept") else [*self._empty, row]
         if self._max_empty_steps and len(self._empty) >= self._max_empty_steps:
             raise EmptySteps(_empty_message(self._empty))
 
 
-def _check_pass_rate(before: Sequence[Row], after: Sequence[Row]) -> None:
+def _pass_rate_fell(old: float, new: float, groups: float) -> bool:
     """The pass rate must not have halved by more than chance allows.
 
     Chance: groups are independent and each is, at worst, all right or all wrong; then the standard error of a mean over
     n groups is sqrt(p (1 - p) / n). Both means count groups of their steps.
     """
-    old, _ = _mean(before, PASS_RATE)
-    new, groups = _mean(after, PASS_RATE)
-    if math.isnan(old) or math.isnan(new):
-        return
     error = math.sqrt(max(old * (1 - old), 0.0) / groups)
-    if new < old / 2 and old - new > _SIGMA * error:
-        raise CollapseError(_resume_message("pass rate", PASS_RATE, old, new, before, after))
+    return new < old / 2 and old - new > _SIGMA * error
 
 
-def _check_log_prob(before: Sequence[Row], after: Sequence[Row]) -> None:
+def _log_prob_fell(old: float, new: float, groups: float) -> bool:
     """The mean log-prob of generated tokens must stay within a factor of 3: training moves it by percents."""
-    old, _ = _mean(before, LOG_PROB)
-    new, _ = _mean(after, LOG_PROB)
-    if math.isnan(old) or math.isnan(new) or abs(new - old) <= _LOG_PROB_FLOOR:
-        return
-    if not old * _LOG_PROB_FACTOR <= new <= old / _LOG_PROB_FACTOR:
-        raise CollapseError(_resume_message("mean log-prob of generated tokens", LOG_PROB, old, new, before, after))
+    return abs(new - old) > _LOG_PROB_FLOOR and not old * _LOG_PROB_FACTOR <= new <= old / _LOG_PROB_FACTOR
+
+
+_CLIFFS = ((PASS_RATE, "pass rate", _pass_rate_fell), (LOG_PROB, "mean log-prob of generated tokens", _log_prob_fell))
+
+
+def _check_resumed(before: Sequence[Row], after: Sequence[Row]) -> None:
+    for metric, what, fell in _CLIFFS:
+        (old, _), (new, groups) = _mean(before, metric), _mean(after, metric)
+        if not (math.isnan(old) or math.isnan(new)) and fell(old, new, groups):
+            first, last = before[0]["step"], before[-1]["step"]
+            raise CollapseError(
+                f"after the resume from step {last:.0f} the {what} fell off a cliff: {metric} {old:.4g} over steps "
+                f"{first:.0f} to {last:.0f}, {new:.4g} over the {len(after)} steps since. The checkpoint of step {last:.0f} is "
+                "kept and none was written since. Check that data, sampling and model are those of the run before; "
+                "runner.check_after_resume=False goes on all the same"
+            )
 
 
 def _mean(rows: Sequence[Row], metric: str) -> tuple[float, float]:
@@ -87,16 +92,6 @@ def _mean(rows: Sequence[Row], metric: str) -> tuple[float, float]:
     pairs = [(float(row[metric]), float(row.get("rollout/groups", 1))) for row in rows if row.get(metric) is not None]
     groups = sum(weight for _, weight in pairs)
     return (sum(value * weight for value, weight in pairs) / groups if groups else math.nan), groups
-
-
-def _resume_message(what: str, metric: str, old: float, new: float, before: Sequence[Row], after: Sequence[Row]) -> str:
-    first, last = before[0]["step"], before[-1]["step"]
-    return (
-        f"after the resume from step {last:.0f} the {what} fell off a cliff: {metric} {old:.4g} over steps {first:.0f} to "
-        f"{last:.0f}, {new:.4g} over the {len(after)} steps since. The checkpoint of step {last:.0f} is kept and none was "
-        "written since. Check that data, sampling and model are those of the run before; runner.check_after_resume=False goes "
-        "on all the same"
-    )
 
 
 def _empty_message(rows: Sequence[Row]) -> str:

@@ -91,11 +91,7 @@ def rollout_metrics(groups: Sequence[Group], resampled: Sequence[ResampleResult]
     _put_mean(metrics, "rollout/reward_scores", _rewards(kept))
     _put_mean(metrics, "rollout/response_length_all", [t.response_tokens for t in usable])
     _put_mean(metrics, "rollout/response_length_after_rejection", [t.response_tokens for t in survived])
-    lengths = [t.response_tokens for t in kept]
-    _put_mean(metrics, "rollout/response_length", lengths)
-    if lengths:
-        metrics["rollout/max_of_response_length"] = max(lengths)
-        metrics["rollout/min_of_response_length"] = min(lengths)
+    _put_spread(metrics, "response_length", [t.response_tokens for t in kept])
     _put_mean(metrics, "rollout/prompt_length", [t.prompt_tokens for t in kept])
 
     logprobs = [t.logprob_sum for t in usable]  # 0.0 at tokens that were not generated
@@ -122,7 +118,7 @@ def rollout_metrics(groups: Sequence[Group], resampled: Sequence[ResampleResult]
         _put_mean(metrics, f"rollout/reward/{name}", [t.reward_terms[name] for t in usable if name in t.reward_terms])
     for kind, count in sorted(Counter(t.user_error for t in every if t.user_error).items()):
         metrics[f"rollout/user_code_errors/{kind}"] = count
-    for detail, count in sorted(Counter(_detail(t) for t in usable).items()):
+    for detail, count in sorted(Counter(t.grade_detail or "ungraded" for t in usable).items()):
         metrics[f"rollout/grade/{detail}"] = count
     return metrics
 
@@ -151,11 +147,7 @@ def _ending_metrics(every: Sequence[Trajectory], usable: Sequence[Trajectory]) -
     answered = sum(t.finish_reason is FinishReason.ANSWERED for t in usable)
     metrics["rollout/clip_ratio"] = _ratio(clipped, len(usable))
     metrics["rollout/fraction_of_samples_properly_ended"] = _ratio(answered, len(usable))
-    turns = [t.num_turns for t in usable]
-    _put_mean(metrics, "rollout/num_turns", turns)
-    if turns:
-        metrics["rollout/max_of_num_turns"] = max(turns)
-        metrics["rollout/min_of_num_turns"] = min(turns)
+    _put_spread(metrics, "num_turns", [t.num_turns for t in usable])
     return metrics
 
 
@@ -165,11 +157,8 @@ def _time_metrics(usable: Sequence[Trajectory]) -> Metrics:
     others = [max(t.seconds - in_tools, 0.0) for t, in_tools in zip(usable, tools)]
     metrics: Metrics = {}
     _put_mean(metrics, "rollout/trajectory_seconds", [t.seconds for t in usable])
-    for name, values in (("tool", tools), ("generate", others)):
-        _put_mean(metrics, f"rollout/{name}_seconds_per_trajectory", values)
-        if values:
-            metrics[f"rollout/max_of_{name}_seconds_per_trajectory"] = max(values)
-            metrics[f"rollout/min_of_{name}_seconds_per_trajectory"] = min(values)
+    _put_spread(metrics, "tool_seconds_per_trajectory", tools)
+    _put_spread(metrics, "generate_seconds_per_trajectory", others)
     return metrics
 
 
@@ -202,9 +191,9 @@ def _tool_metrics(usable: Sequence[Trajectory]) -> Metrics:
 def _format_metrics(resampled: Sequence[ResampleResult]) -> Metrics:
     """Penalties and answer tags as resampling measured them, over every usable trajectory."""
     penalties = [p for result in resampled for p in result.penalties]
-    metrics: Metrics = {}
     if not penalties:
-        return metrics
+        return {}
+    metrics: Metrics = {}
     _put_mean(metrics, "rollout/penalty_error", [p.error for p in penalties])
     _put_mean(metrics, "rollout/penalty_format", [p.answer_format for p in penalties])
     _put_mean(metrics, "rollout/answers_per_trajectory", [p.num_answers for p in penalties])
@@ -221,13 +210,16 @@ def _rewards(trajectories: Iterable[Trajectory]) -> list[float]:
     return [t.reward for t in trajectories if t.reward is not None]
 
 
-def _detail(trajectory: Trajectory) -> str:
-    return trajectory.grade_detail or "ungraded"
-
-
 def _put_mean(metrics: Metrics, name: str, values: Sequence[float]) -> None:
     if values:
         metrics[name] = sum(values) / len(values)
+
+
+def _put_spread(metrics: Metrics, name: str, values: Sequence[float]) -> None:
+    _put_mean(metrics, f"rollout/{name}", values)
+    if values:
+        metrics[f"rollout/max_of_{name}"] = max(values)
+        metrics[f"rollout/min_of_{name}"] = min(values)
 
 
 def _ratio(part: float, whole: float) -> float:

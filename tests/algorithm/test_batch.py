@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rstar2_megatron.algorithm.batch import TokenBlock, TrainBatch, TrainSequence, places_behind_tools, train_sequence
+from rstar2_megatron.algorithm.batch import TokenBlock, TrainBatch, places_behind_tools, train_sequence
 from rstar2_megatron.algorithm.correction import tis_weights
 from rstar2_megatron.trajectory import FinishReason
 from tests.algorithm.trajectories import trajectory
@@ -35,9 +35,9 @@ def test_what_cannot_be_trained_is_refused() -> None:
     with pytest.raises(ValueError, match="log-prob -inf at token 4"):
         train_sequence(broken, 1.0)
     with pytest.raises(ValueError, match="differ in length"):
-        TrainSequence([1, 2], [0], [0.0, 0.0], 1.0).check()
-    with pytest.raises(ValueError, match="token 0 has no log-prob"):
-        TrainSequence([1, 2], [1, 1], [0.0, 0.0], 1.0).check()
+        train_sequence(replace(trajectory(), loss_mask=[1]), 1.0)
+    with pytest.raises(ValueError, match="empty prompt"):
+        train_sequence(replace(trajectory(), prompt_ids=[]), 1.0)
 
 
 def test_a_batch_reads_its_sequences_from_blocks_in_its_own_order() -> None:
@@ -70,15 +70,15 @@ def test_places_equal_a_walk_over_the_tokens(generated: list[bool]) -> None:
 
 
 def test_importance_weights_are_truncated_and_counted() -> None:
-    actor = torch.log(torch.tensor([0.5, 0.9, 0.1, 0.2]))
-    engine = torch.log(torch.tensor([0.5, 0.3, 0.2, 0.2]))
-    weights, metrics = tis_weights(actor, engine, torch.tensor([1, 1, 1, 0]), clip=2.0)
-    assert weights.tolist() == pytest.approx([1.0, 2.0, 0.5, 1.0])
+    actor = torch.log(torch.tensor([0.5, 0.9, 0.1]))
+    engine = torch.log(torch.tensor([0.5, 0.3, 0.2]))
+    weights, metrics = tis_weights(actor, engine, clip=2.0)
+    assert weights.tolist() == pytest.approx([1.0, 2.0, 0.5])
     assert metrics["tis_clipped"] == 1
     assert metrics["tis_ratio"].item() == pytest.approx(1 + 3 + 0.5)
     assert metrics["tis_ratio_max"].item() == pytest.approx(3)
     assert metrics["rollout_kl"] > 0
-    _, same = tis_weights(actor, actor, torch.ones(4), clip=2.0)
+    _, same = tis_weights(actor, actor, clip=2.0)
     assert same["rollout_kl"] == 0 and same["logprob_diff_max"] == 0
     empty = torch.zeros(0)
-    assert tis_weights(empty, empty, empty, clip=2.0)[1]["tis_ratio_max"] == 0
+    assert tis_weights(empty, empty, clip=2.0)[1]["tis_ratio_max"] == 0

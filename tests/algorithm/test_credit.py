@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import statistics
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 
 from rstar2_megatron.algorithm.advantage import group_advantages
-from rstar2_megatron.algorithm.batch import TokenBlock, TrainBatch, over_turns, train_sequence
+from rstar2_megatron.algorithm.batch import TokenBlock, TrainBatch, train_sequence
 from rstar2_megatron.algorithm.credit import advantages_of, overlong_metrics, punishment, turn_returns
 from rstar2_megatron.algorithm.layout_check import check_layouts, load_policy_loss
 from rstar2_megatron.algorithm.loss import POLICY_LOSSES, PolicyLoss
@@ -122,7 +121,7 @@ def test_selection_sees_the_graded_reward(reject: bool) -> None:
     problem = Problem("q", [], ["1"])
     groups = [Group(problem, mixed), Group(problem, right)]
     first, second = Selection(settings).resample(groups, ["a", "b"])
-    assert (first.num_positive, first.num_negative) == (1, 3) and long in first.kept
+    assert long in first.kept
     off = Selection(settings.model_copy(update={"overlong": algorithm().overlong})).resample(groups, ["a", "b"])
     assert [one.indices for one in off] == [first.indices, second.indices]
     if reject:
@@ -231,10 +230,6 @@ def test_a_batch_gives_each_token_the_advantage_of_its_turn() -> None:
     assert np.array_equal(first.advantage, [0, 0, 0, 0.5, 0.5, 0, 0, -2.0])
     assert np.array_equal(second.advantage, [0, 0, 0, 3.0])
     assert batch.select([1]).sequences(blocks) == [second] and first != second
-    first.check()
-    first.advantage = over_turns(first.loss_mask, [0.5, math.nan])
-    with pytest.raises(ValueError, match="is not finite"):
-        first.check()
 
 
 # ------------------------------------------------------------------------------------------------ layouts, refusals

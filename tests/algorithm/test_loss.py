@@ -153,8 +153,6 @@ def test_aggregations_by_hand() -> None:
 
 
 def test_wrong_operands_are_named() -> None:
-    with pytest.raises(ValueError, match=r"mean-of-means.*token-mean"):
-        aggregate("mean-of-means", [1])
     with pytest.raises(ValueError, match="microbatch_of with 2 entries"):
         aggregate("released-rlinf", [1, 2])
     with pytest.raises(ValueError, match="denominator must be positive, got 0"):

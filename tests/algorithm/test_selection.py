@@ -15,6 +15,7 @@ from rstar2_megatron.extension.user_code import UserCodeError
 from rstar2_megatron.trajectory import FinishReason, Group, Problem, Trajectory
 from tests.algorithm.own import own
 from tests.algorithm.tokens import algorithm
+from tests.algorithm.trajectories import num_kept_positive
 
 REWARDS = [1.0, 1.0, 0.0, 1.0, 0.0, 0.0]
 
@@ -75,10 +76,17 @@ def test_filters_come_before_resampling_and_are_counted(tmp_path: Path) -> None:
     one, two = select([first, second], trajectory_filters=[code])
     assert one.filtered == {"f": 2} and two.filtered == {"f": 3}
     assert one.indices == [1, 2, 4, 5] and [t.rollout_index for t in one.kept] == [1, 2, 4, 5]
-    assert (one.num_positive, one.num_negative, len(one.penalties)) == (1, 3, 6)
+    assert (num_kept_positive(one), len(one.penalties)) == (1, 6)
     assert two.reason is Rejection.ALL_WRONG and two.kept == []
     (whole,) = select([first], down=False, trajectory_filters=[code])
     assert whole.indices == [1, 2, 4, 5] and whole.filtered == {"f": 2}
+
+
+def test_without_down_sampling_everything_is_kept() -> None:
+    (whole,) = select([group([1.0, 0.0, 1.0])], down=False)
+    assert whole.indices == [0, 1, 2] and num_kept_positive(whole) == 2 and not whole.rejected
+    (equal, empty) = select([group([1.0] * 3), group([])], down=False)
+    assert not equal.rejected and empty.reason is Rejection.TOO_FEW
 
 
 def test_the_first_trajectory_left_out_decides_no_rejection(tmp_path: Path) -> None:

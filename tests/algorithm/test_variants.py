@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from rstar2_megatron.algorithm.filters import FILTERS
 from rstar2_megatron.algorithm.layout_check import check_layouts
 from rstar2_megatron.algorithm.loss import POLICY_LOSSES, Tokens
 from rstar2_megatron.algorithm.roc import Rejection
-from rstar2_megatron.algorithm.selection import FILTERS, Selection
+from rstar2_megatron.algorithm.selection import Selection
 from rstar2_megatron.algorithm.selection_rules import max_variance, uniform
 from rstar2_megatron.runs.preflight import loss_problems
 from rstar2_megatron.settings.sections.algorithm import FILTER_NAMES

@@ -6,13 +6,13 @@ import asyncio
 
 import pytest
 
-from rstar2_megatron.evaluation.attempt_queue import MAX_TRIES, Attempt, AttemptQueue, run_together
+from rstar2_megatron.evaluation.attempt_queue import MAX_TRIES, AttemptQueue, run_together
 from tests.evaluation.rows import problem
 
 
 def attempts(per_problem: int, slice_size: int) -> AttemptQueue:
     problems = [problem("a"), problem("b")]
-    return AttemptQueue([Attempt(g, p, i) for g, p in enumerate(problems) for i in range(per_problem)], slice_size)
+    return AttemptQueue(problems, [(g, i) for g in range(len(problems)) for i in range(per_problem)], slice_size)
 
 
 async def test_a_slice_holds_attempts_at_one_problem() -> None:

@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from rstar2_megatron.data.problems import read_problems
-from rstar2_megatron.evaluation.benchmarks import BENCHMARKS, BenchmarkError, convert, load
+from rstar2_megatron.data.rows import DataError
+from rstar2_megatron.evaluation.benchmarks import BENCHMARKS, convert, load
 from rstar2_megatron.records.whole_file import write_jsonl
 from rstar2_megatron.reward.pool import GraderPool
 from tests.e2e.runs import ROOT
@@ -98,13 +99,13 @@ def test_an_answer_of_zero_is_an_answer() -> None:
 
 
 def test_another_shape_is_an_error_that_shows_it(tmp_path: Path) -> None:
-    with pytest.raises(BenchmarkError, match=r"lacks \['problem', 'answer'\]; its columns are \['question'\]"):
+    with pytest.raises(DataError, match=r"lacks \['problem', 'answer'\]; its columns are \['question'\]"):
         convert("aime24", [{"question": "?"}])
-    with pytest.raises(BenchmarkError, match="repeats aime24-60"):
+    with pytest.raises(DataError, match="repeats aime24-60"):
         convert("aime24", SHAPES["aime24"] * 2)
-    with pytest.raises(BenchmarkError, match="unknown benchmark 'aime23'"):
+    with pytest.raises(DataError, match="unknown benchmark 'aime23'"):
         load("aime23")
-    with pytest.raises(BenchmarkError, match="cannot be loaded"):
+    with pytest.raises(DataError, match="cannot be loaded"):
         load("math500", tmp_path / "nothing.csv")
 
 
@@ -117,10 +118,10 @@ def test_a_local_file_is_named_by_its_own_name_and_rows_count_from_1(tmp_path: P
         ({"problem": "Two?", "answer": [2]}, r"lacks \['answer'\]"),
         ({"problem": "Two\0?", "answer": 2, "problem_idx": 2}, r"'prompt' has the control character U\+0000"),
     ):
-        with pytest.raises(BenchmarkError, match=rf"aime25: row 2 of {copy}:? {said}"):
+        with pytest.raises(DataError, match=rf"aime25: row 2 of {copy}:? {said}"):
             convert("aime25", [good, odd], source=copy)
     copy.write_text("\n".join(json.dumps({**good, "Problem": text}) for text in ("One?", " ")))
-    with pytest.raises(BenchmarkError, match=f"aime25: row 2 of {copy} lacks"):
+    with pytest.raises(DataError, match=f"aime25: row 2 of {copy} lacks"):
         load("aime25", copy)
     (row,) = convert("aime25", [good])
     assert (row["prompt"], row["solutions"], row["query_id"]) == ("One?", ["1"], "aime25-1")

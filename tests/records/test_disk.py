@@ -18,6 +18,7 @@ from rstar2_megatron.records.run_files import RunFiles
 from rstar2_megatron.records.trajectory_files import write_groups
 from rstar2_megatron.records.whole_file import write_json, write_jsonl
 from rstar2_megatron.report.draw import draw_run
+from rstar2_megatron.settings.schema import RunnerSettings
 from rstar2_megatron.trajectory import Group, Problem
 from tests.small_disk import small_disk
 
@@ -48,7 +49,7 @@ def curves(path: Path) -> None:
 
 
 def step(path: Path) -> None:
-    RunFiles(path.parent).append(1, {"text": MUCH}, [], [])
+    RunFiles(path.parent, RunnerSettings.model_construct()).append(1, {"text": MUCH}, [], [])
 
 
 WRITERS: dict[str, Callable[[Path], object]] = {

@@ -9,7 +9,7 @@ from rstar2_megatron.algorithm.roc import resample_on_correct
 from rstar2_megatron.records.jsonl_file import JsonlFile
 from rstar2_megatron.records.run_files import RunFiles, rotate_log
 from rstar2_megatron.records.samples import choose_shown
-from rstar2_megatron.settings.schema import DownSamplingConfig
+from rstar2_megatron.settings.schema import DownSamplingConfig, RunnerSettings
 from rstar2_megatron.trajectory import Group, Problem, ToolOutcome
 from tests.algorithm.trajectories import trajectory
 
@@ -63,7 +63,7 @@ def test_a_resumed_run_has_the_rows_of_each_step_once(tmp_path: Path) -> None:
 
     def run(first: int, last: int) -> None:
         """Steps `first` to `last` after a resume from the checkpoint of the step before."""
-        files = RunFiles(tmp_path, save_rollouts=True, save_rollout_tokens=True)
+        files = RunFiles(tmp_path, RunnerSettings.model_construct(save_rollouts=True, save_rollout_tokens=True))
         files.truncate_after(first - 1)
         for step in range(first, last + 1):
             files.append(step, {"a": 1.0}, [group], shown)
@@ -101,7 +101,7 @@ def test_a_log_is_rotated_under_its_writer(tmp_path: Path) -> None:
 
 
 def test_old_rollouts_are_removed(tmp_path: Path) -> None:
-    files = RunFiles(tmp_path, save_rollout_tokens=True, keep_rollouts=2)
+    files = RunFiles(tmp_path, RunnerSettings.model_construct(save_rollout_tokens=True, keep_rollouts=2))
     for step in range(1, 6):
         files.append(step, {"a": 1.0}, [], [])
     assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == ["step_000004.jsonl.gz", "step_000005.jsonl.gz"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,10 @@ def find_trees(directory: Path) -> list[Path]:
     return [path for name in TREE_FILES if (path := directory / name).is_file()]
 
 
-def tree_groups(path: Path, call: Callable[[Row], Row], max_bytes: int) -> tuple[list[Row], int, list[str]]:
+def tree_groups(path: Path, max_bytes: int) -> tuple[list[Row], int, list[str]]:
     """(one group a tree for the page, number of solutions, messages). Raises ValueError when there is no tree.
 
-    call: a tool call of a row as the page shows it. Trees after `max_bytes` of rows are left out.
+    Trees after `max_bytes` of rows are left out.
     """
     groups: list[Row] = []
     bad: list[int] = []
@@ -30,7 +30,7 @@ def tree_groups(path: Path, call: Callable[[Row], Row], max_bytes: int) -> tuple
                 left_out += 1
                 continue
             try:
-                groups.append(_group(json.loads(line), path.stem, call))
+                groups.append(_group(json.loads(line), path.stem))
                 used += len(line)
             except (ValueError, KeyError, TypeError, AttributeError):
                 bad.append(number)
@@ -42,8 +42,8 @@ def tree_groups(path: Path, call: Callable[[Row], Row], max_bytes: int) -> tuple
     return groups, sum(len(group["trajectories"]) for group in groups), messages
 
 
-def _group(row: Row, name: str, call: Callable[[Row], Row]) -> Row:
-    nodes = {node["tag"]: _node(node, call) for node in row["nodes"]}
+def _group(row: Row, name: str) -> Row:
+    nodes = {node["tag"]: _node(node) for node in row["nodes"]}
     leaves = [node for node in row["nodes"] if node["end"] == "answer"]
     chosen = path_tags(row["chosen"]) if row["chosen"] else []
     users = [m["content"] for m in row["prompt"] if m["role"] == "user"]
@@ -66,11 +66,11 @@ def path_tags(tag: str) -> list[str]:
     return [".".join(parts[: i + 1]) for i in range(len(parts))]
 
 
-def _node(node: Row, call: Callable[[Row], Row]) -> Row:
+def _node(node: Row) -> Row:
     step = node["step"]
     parts: list[Row] = []
     if step is not None:
-        parts = [{"kind": "turn", "text": step["text"]}, *(call(item) for item in step["tool_calls"])]
+        parts = [{"kind": "turn", "text": step["text"]}, *(tool_call(item) for item in step["tool_calls"])]
     return {
         "n": node["visits"],
         "q": node["total"] / node["visits"] if node["visits"] else None,
@@ -80,6 +80,20 @@ def _node(node: Row, call: Callable[[Row], Row]) -> Row:
         "answer": None if step is None else step["answer"],
         "reward": None if step is None else step["reward"],
         "parts": parts,
+    }
+
+
+def tool_call(call: Row) -> Row:
+    """A tool call of a row as the page shows it."""
+    arguments = call.get("arguments") or {}
+    return {
+        "kind": "tool",
+        "name": call["name"],
+        "outcome": call["outcome"],
+        "seconds": round(call["seconds"], 3),
+        "code": str(arguments.get("code") or ""),
+        "input": str(arguments.get("input") or ""),
+        "response": call["response"] if "response" in call else call["response_text"],
     }
 
 
