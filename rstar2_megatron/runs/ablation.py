@@ -187,7 +187,15 @@ def _run(ablation: Ablation, runs: Sequence[ArmRun]) -> int:
                 running[_start(ablation.config, run)] = run
             for process in [process for process in running if process.poll() is not None]:
                 terminate_tree(process.pid, grace_s=_CLOSE_S)
-                failed += _has_failed(running.pop(process), process.returncode)
+                run, code = running.pop(process), process.returncode
+                if code:
+                    failed += 1
+                    end = "\n".join(run.log.read_text(errors="replace").splitlines()[-_SHOWN_LINES:])
+                    print(
+                        f"error: {run.name} ended with exit code {code}; the end of {run.log}:\n{end}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
             time.sleep(_POLL_S)
     finally:
         for process in running:
@@ -202,14 +210,6 @@ def _start(config: str, run: ArmRun) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-u", "-m", "rstar2_megatron.runs.main", config, *run.words]
     with run.log.open("w") as file:
         return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-
-
-def _has_failed(run: ArmRun, code: int) -> bool:
-    """Tells the end of its output when it has."""
-    if code:
-        end = "\n".join(run.log.read_text(errors="replace").splitlines()[-_SHOWN_LINES:])
-        print(f"error: {run.name} ended with exit code {code}; the end of {run.log}:\n{end}", file=sys.stderr, flush=True)
-    return code != 0
 
 
 def _draw(ablation: Ablation, arms: dict[str, list[Path]]) -> int:

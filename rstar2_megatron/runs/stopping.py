@@ -63,17 +63,14 @@ def _bounds(condition: StopCondition) -> str:
 def condition_problems(settings: Settings) -> Iterator[str]:
     """Conditions on metrics that no run has, and a corridor that cannot be used."""
     runner = settings.runner
-    for key, conditions in (("stop_when", runner.stop_when), ("warn_when", runner.warn_when or [])):
-        for condition in conditions:
-            if problem := unknown_metric(condition.metric):
-                yield f"runner.{key}: {problem}"
+    named = [("stop_when", condition.metric) for condition in runner.stop_when]
+    named += [("warn_when", condition.metric) for condition in runner.warn_when or []]
     if runner.corridor:
         try:
-            names = read_corridor(users_path(runner.corridor)).metrics
+            named += [("corridor", name) for name in read_corridor(users_path(runner.corridor)).metrics]
         except ValueError as error:
             yield f"runner.corridor: {error}"
-        else:
-            yield from (f"runner.corridor: {problem}" for name in names if (problem := unknown_metric(name)))
+    yield from (f"runner.{key}: {problem}" for key, metric in named if (problem := unknown_metric(metric)))
 
 
 def signs_of_collapse(settings: Settings) -> list[StopCondition]:
