@@ -145,17 +145,15 @@ class _UsersCode:
         """Within agentloop.environment_timeout_s and the trajectory's deadline. Raises UserCodeError."""
         limit_s = min(self._timeout_s, self._deadline - time.monotonic())
         try:
-            return await call_user(function, arguments, named, limit_s)
+            return await call_user(function, arguments, named, limit_s, self.failed)
         except TookTooLong as error:
             name = getattr(function, "__name__", "it")
             raise UserCodeError(
                 f"{self.code.label}: {name} took longer than agentloop.environment_timeout_s={self._timeout_s:g}, or than the "
                 "rest of rollout.trajectory_timeout_s"
             ) from error
-        except Exception as error:
-            raise self.failed(error) from error
 
-    def failed(self, error: Exception) -> UserCodeError:
+    def failed(self, error: BaseException) -> UserCodeError:
         if isinstance(error, UserCodeError):  # the dialogue's word about how it was used
             return error
         return UserCodeError(f"{self.code.label} failed: {self.code.blame(error)}")
