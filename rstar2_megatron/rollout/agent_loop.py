@@ -150,30 +150,24 @@ class AgentLoop:
         trajectory = resume or Trajectory(problem.query_id, rollout_index)
         try:
             deadline = started + self.timeout_s - trajectory.seconds
-            conversation = self.conversations.begin(problem, deadline)
-            asked = await conversation.opening()
+            conversation = await self.conversations.begin(problem, deadline)
             if not len(trajectory.prompt_ids):
-                trajectory.prompt_ids = np.array(self.template.prompt_ids(asked), np.int32)
+                trajectory.prompt_ids = np.array(self.template.prompt_ids(conversation.problem), np.int32)
             self.tools.expect(trajectory)
             turns = Turns(self, problem, trajectory, deadline, on_progress, preemption, one_turn, number)
             trajectory.finish_reason = await turns.until_end(conversation)
-        except Parked:
+        except (Parked, EngineUnrecoverable) as error:
+            if isinstance(error, EngineUnrecoverable):
+                self.engine_gone = self.engine_gone or str(error)
             parked = not self.cutting
             trajectory.finish_reason = None if parked else FinishReason.CUT
-        except EngineUnrecoverable as error:
-            self.engine_gone = self.engine_gone or str(error)
-            parked = not self.cutting
-            trajectory.finish_reason = None if parked else FinishReason.CUT
-        except UserCodeError as error:
-            trajectory.finish_reason, trajectory.user_error = FinishReason.INFRASTRUCTURE, error.kind
-            trajectory.error = str(error)
-        except Interrupted as error:
-            trajectory.finish_reason = FinishReason.INFRASTRUCTURE
-            trajectory.error = str(error)
+        except (Interrupted, UserCodeError) as error:
+            trajectory.finish_reason, trajectory.error = FinishReason.INFRASTRUCTURE, str(error)
+            if isinstance(error, UserCodeError):
+                trajectory.user_error = error.kind
         except Exception as error:
             log.exception("trajectory %s#%d failed", problem.query_id, rollout_index)
-            trajectory.finish_reason = FinishReason.INFRASTRUCTURE
-            trajectory.error = f"{type(error).__name__}: {error}"
+            trajectory.finish_reason, trajectory.error = FinishReason.INFRASTRUCTURE, f"{type(error).__name__}: {error}"
         finally:
             if not parked:  # a parked trajectory keeps its interpreter
                 await self.tools.close(trajectory)
@@ -230,11 +224,12 @@ class Turns:
     def parking(self) -> bool:
         return self.loop.parking or self.preemption.asked
 
-    async def until_end(self, compose: Conversation) -> FinishReason | None:
+    async def until_end(self, conversation: Conversation) -> FinishReason | None:
         """Run the loop, whose beginning is replayed. Returns the ending; None: a step of a search may go on."""
-        dialogue = Dialogue(self, compose.label)
+        dialogue = Dialogue(self, conversation.label)
         try:
-            await compose.run(dialogue)
+            await conversation.compose(dialogue)
+            dialogue.finish()
         except Left:
             if dialogue.failure is not None:
                 raise dialogue.failure from None
