@@ -16,7 +16,7 @@ from typing import Literal
 
 from rstar2_megatron.reward.answer_text import extract_answer
 from rstar2_megatron.reward.math_grader import CORRECT, UNGRADABLE, quick_grade
-from rstar2_megatron.reward.process import MEMORY_MB, GraderLost, GradingProcess, Seat, Seats
+from rstar2_megatron.reward.process import MEMORY_MB, GraderLost, GradingProcess, GradingProcesses
 
 __all__ = ["Grade", "GraderLost", "GraderPool"]
 
@@ -49,7 +49,7 @@ class GraderPool:
             raise ValueError(f"num_workers={num_workers} and timeout_s={timeout_s} must be positive")
         self.mode = mode
         self._timeout_s = timeout_s
-        self._seats = Seats(num_workers, self._start_worker, "grader")
+        self._processes = GradingProcesses(num_workers, "math", (mode, MEMORY_MB), quiet=True)
         self._closed = False
 
     async def grade(self, response_text: str, solutions: list[str]) -> Grade:
@@ -69,7 +69,7 @@ class GraderPool:
     def close(self) -> None:
         """End all workers. Unfinished grades get `grader_timeout`."""
         self._closed = True
-        self._seats.close()
+        self._processes.close()
 
     def __enter__(self) -> GraderPool:
         return self
@@ -89,22 +89,19 @@ class GraderPool:
             if (detail := quick_grade(answer, solutions)) is not None:
                 return Grade(float(detail == CORRECT), detail, answer)
             text = answer
-        return self._seats.run(functools.partial(self._slow, mode, text, list(solutions)))
+        return self._processes.run(functools.partial(self._slow, mode, text, list(solutions)))
 
-    def _start_worker(self) -> GradingProcess:
-        return GradingProcess("rstar2_megatron.reward.worker", [self.mode, str(MEMORY_MB * 1024**2)])
-
-    def _slow(self, mode: Mode, text: str, solutions: list[str], seat: Seat) -> Grade:
+    def _slow(self, mode: Mode, text: str, solutions: list[str], worker: GradingProcess) -> Grade:
         """Grade in a worker. When it dies, another one tries the answer in the remaining time: the answer is to blame only
         if it kills that one too."""
         request = json.dumps({"mode": mode, "text": text, "solutions": solutions}).encode()
         left = self._timeout_s
         for _ in range(2):
-            worker = seat.process()
+            worker.start()
             start = time.monotonic()
-            reply, hung = worker.ask(request, left)
-            detail, answer = json.loads(reply) if reply else (GRADER_TIMEOUT if hung else UNGRADABLE, None)
+            reply = worker.reply(left) if worker.send(request) else None
+            detail, answer = json.loads(reply) if reply else (GRADER_TIMEOUT if worker.hung else UNGRADABLE, None)
             left -= time.monotonic() - start
-            if worker.alive or detail == GRADER_TIMEOUT or left <= 0:
+            if reply or detail == GRADER_TIMEOUT or left <= 0:
                 break
         return Grade(float(detail == CORRECT), detail, text if mode == "paper" else answer)
