@@ -1,6 +1,6 @@
 """Calls reward functions of the user: plain ones in processes that can be killed, async ones in an event loop of their own.
 
-A function that fails, hangs or takes too much memory gives a Score with the reason. It never gives a silent 0.
+A function that fails, hangs or takes too much memory gives a Grade with the reason. It never gives a silent 0.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
-from rstar2_megatron.reward.own import OwnReward, Score
+from rstar2_megatron.reward.own import OwnReward
+from rstar2_megatron.reward.pool import Grade
 from rstar2_megatron.reward.process import GradingProcess, GradingProcesses
 from rstar2_megatron.trajectory import Problem, Trajectory
 
@@ -32,16 +33,16 @@ class ProcessPool:
         named = {name: (function.code, function.arguments) for name, function in functions.items()}
         self._processes = GradingProcesses(num_processes, "own", (named, memory_mb), quiet=False)
 
-    async def scores(self, name: str, items: Sequence[Item]) -> list[Score]:
-        """The scores of the items by the function `name`. Raises GraderLost, RuntimeError when closed."""
+    async def grades(self, name: str, items: Sequence[Item]) -> list[Grade]:
+        """The grades of the items by the function `name`. Raises GraderLost, RuntimeError when closed."""
         size = max(1, -(-len(items) // self._num_processes))
         starts = range(0, len(items), size)
         parts = [self._processes.run(functools.partial(self._run, name, items[start : start + size])) for start in starts]
-        return [score for part in await asyncio.gather(*map(asyncio.wrap_future, parts)) for score in part]
+        return [grade for part in await asyncio.gather(*map(asyncio.wrap_future, parts)) for grade in part]
 
-    def _run(self, name: str, items: Sequence[Item], process: GradingProcess) -> list[Score]:
+    def _run(self, name: str, items: Sequence[Item], process: GradingProcess) -> list[Grade]:
         """One request for all; the item that ends the process gets the reason, and those behind it a new process."""
-        done: list[Score] = []
+        done: list[Grade] = []
         while len(done) < len(items):
             process.start()
             waiting = process.send(pickle.dumps((name, items[len(done) :])))
@@ -51,12 +52,12 @@ class ProcessPool:
                 waiting = reply is not None
         return done
 
-    def _lost(self, process: GradingProcess, label: str) -> Score:
+    def _lost(self, process: GradingProcess, label: str) -> Grade:
         if process.hung:
             why = f"gave nothing within reward.function_timeout_s={self._timeout_s:g}"
-            return Score(failure=f"reward {label} {why}", kind="Timeout")
+            return Grade(failure=f"reward {label} {why}", kind="Timeout")
         by = f"signal {process.signal} ended" if process.signal else "it ended"
-        return Score(failure=f"reward {label}: {by} its process (memory, or a library that crashed)", kind="Killed")
+        return Grade(failure=f"reward {label}: {by} its process (memory, or a library that crashed)", kind="Killed")
 
     def close(self) -> None:
         self._processes.close()
@@ -82,18 +83,18 @@ class AsyncCaller:
         started.set_result(asyncio.get_running_loop())
         await self._closed.wait()
 
-    async def score(self, function: OwnReward, item: Item) -> Score:
-        """The function's score of one item."""
-        call = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._score(function, item), self._loop))
+    async def grade(self, function: OwnReward, item: Item) -> Grade:
+        """The function's grade of one item."""
+        call = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._grade(function, item), self._loop))
         while not (await asyncio.wait([call], timeout=1.0))[0]:
             turn = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop))
             if not (await asyncio.wait([turn], timeout=self._timeout_s + _BLOCKED_S))[0]:
                 call.cancel()
                 why = f"blocks its event loop for {self._timeout_s:g} s; await what is slow, or make it a plain function"
-                return Score(failure=f"reward {function.code.label} {why}", kind="Timeout")
+                return Grade(failure=f"reward {function.code.label} {why}", kind="Timeout")
         return call.result()
 
-    async def _score(self, function: OwnReward, item: Item) -> Score:
+    async def _grade(self, function: OwnReward, item: Item) -> Grade:
         async with self._free:
             for attempt in range(self._retries + 1):
                 if attempt:
@@ -103,17 +104,17 @@ class AsyncCaller:
                     async with limit:
                         returned = await function(*item)
                 except Exception as error:
-                    score = self._late(function) if limit.expired() else function.failed(error)
+                    grade = self._late(function) if limit.expired() else function.failed(error)
                 else:
                     try:
-                        return function.score(returned)
+                        return function.grade(returned)
                     except (TypeError, ValueError) as error:  # another attempt would return the like
                         return function.failed(error)
-            return score
+            return grade
 
-    def _late(self, function: OwnReward) -> Score:
+    def _late(self, function: OwnReward) -> Grade:
         why = f"gave nothing within reward.function_timeout_s={self._timeout_s:g}, {self._retries + 1} times"
-        return Score(failure=f"reward {function.code.label} {why}", kind="Timeout")
+        return Grade(failure=f"reward {function.code.label} {why}", kind="Timeout")
 
     def close(self) -> None:
         if self._thread.is_alive():

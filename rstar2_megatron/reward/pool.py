@@ -11,7 +11,7 @@ import functools
 import json
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from rstar2_megatron.reward.answer_text import extract_answer
@@ -27,14 +27,21 @@ GRADER_TIMEOUT = "grader_timeout"
 
 @dataclass(frozen=True, slots=True)
 class Grade:
-    """`reward` is 1.0 or 0.0, `answer` the extracted answer.
+    """What a grader or a reward function said of one trajectory, or why it said nothing.
 
-    `detail` is correct, wrong, no_answer_tag, no_box, ungradable or grader_timeout.
+    Of the built-in grader: `reward` is 1.0 or 0.0, `answer` the extracted answer, `detail` is correct, wrong, no_answer_tag,
+    no_box, ungradable or grader_timeout.
     """
 
-    reward: float
-    detail: str
+    reward: float = 0.0
+    detail: str = ""
     answer: str | None = None
+    others: dict[str, float] = field(default_factory=dict)
+    """Further numbers by name, to be logged."""
+    failure: str = ""
+    """Why there is no reward, with the user's file and line."""
+    kind: str = ""
+    """Type of the failure: the exception's name, Timeout, or Killed."""
 
 
 class GraderPool:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Self
 
 from rstar2_megatron.algorithm.response_text import response_text
-from rstar2_megatron.reward.own import OwnReward, Score
+from rstar2_megatron.reward.own import OwnReward
 from rstar2_megatron.reward.own_pool import AsyncCaller, Item, ProcessPool
-from rstar2_megatron.reward.pool import GraderPool
+from rstar2_megatron.reward.pool import Grade, GraderPool
 from rstar2_megatron.settings.sections.environment import RewardSettings, RewardTerm
 from rstar2_megatron.trajectory import FinishReason, Trajectory
 
@@ -38,39 +38,38 @@ class Rewards:
         A trajectory of which a function of the user failed ends as INFRASTRUCTURE, with `error` and `user_error`. Raises
         GraderLost.
         """
-        by_term = await asyncio.gather(*(self._scores(term, items) for term in self._terms))
-        for (_, trajectory), *scores in zip(items, *by_term, strict=True):
-            self._set(trajectory, scores)
+        by_term = await asyncio.gather(*(self._grades(term, items) for term in self._terms))
+        for (_, trajectory), *grades in zip(items, *by_term, strict=True):
+            self._set(trajectory, grades)
 
-    async def _scores(self, term: RewardTerm, items: Sequence[Item]) -> Sequence[Score]:
+    async def _grades(self, term: RewardTerm, items: Sequence[Item]) -> Sequence[Grade]:
         if term.function == "environment":
             return [_environments(trajectory) for _, trajectory in items]
         if term.function == "math":
             return await asyncio.gather(*map(self._math, items))
         function = self._own[term.name]
         if function.is_async:
-            return await asyncio.gather(*(self._caller.score(function, item) for item in items))
-        return await self._processes.scores(term.name, items)
+            return await asyncio.gather(*(self._caller.grade(function, item) for item in items))
+        return await self._processes.grades(term.name, items)
 
-    async def _math(self, item: Item) -> Score:
+    async def _math(self, item: Item) -> Grade:
         """The graded text is the model's own; in released mode it is the whole response with the tools' output."""
         problem, t = item
         text = response_text(t) if self._pool.mode == "released" else "\n".join(t.assistant_texts)
-        grade = await self._pool.grade(text, problem.solutions)
-        return Score(grade.reward, detail=grade.detail, answer=grade.answer)
+        return await self._pool.grade(text, problem.solutions)
 
-    def _set(self, t: Trajectory, scores: Sequence[Score]) -> None:
-        for score in scores:
-            if score.failure:
-                t.finish_reason, t.error, t.user_error = FinishReason.INFRASTRUCTURE, score.failure, score.kind
+    def _set(self, t: Trajectory, grades: Sequence[Grade]) -> None:
+        for grade in grades:
+            if grade.failure:
+                t.finish_reason, t.error, t.user_error = FinishReason.INFRASTRUCTURE, grade.failure, grade.kind
                 return
-        t.reward = sum(term.weight * score.value for term, score in zip(self._terms, scores))
+        t.reward = sum(term.weight * grade.reward for term, grade in zip(self._terms, grades))
         t.positive = t.reward > self._settings.positive_above
-        t.grade_detail = next((s.detail for s in scores if s.detail), "positive" if t.positive else "negative")
-        t.answer = next((s.answer for s in scores if s.answer is not None), None)
-        if self._own or len(scores) > 1:
-            t.reward_terms = {name: value for score in scores for name, value in score.others.items()}
-            t.reward_terms |= {term.name: score.value for term, score in zip(self._terms, scores)}
+        t.grade_detail = next((g.detail for g in grades if g.detail), "positive" if t.positive else "negative")
+        t.answer = next((g.answer for g in grades if g.answer is not None), None)
+        if self._own or len(grades) > 1:
+            t.reward_terms = {name: value for grade in grades for name, value in grade.others.items()}
+            t.reward_terms |= {term.name: grade.reward for term, grade in zip(self._terms, grades)}
 
     def close(self) -> None:
         self._pool.close()
@@ -84,6 +83,6 @@ class Rewards:
         self.close()
 
 
-def _environments(trajectory: Trajectory) -> Score:
+def _environments(trajectory: Trajectory) -> Grade:
     given = trajectory.environment_reward
-    return Score(given) if given is not None else Score(failure="the loop set no reward", kind="NoReward")
+    return Grade(given) if given is not None else Grade(failure="the loop set no reward", kind="NoReward")

@@ -79,7 +79,7 @@ def _math(mode: str, memory_mb: int) -> Answer:
 
 
 def _own(named: Mapping[str, tuple[UserCode, dict[str, Any]]], memory_mb: int) -> Answer:
-    """Functions by name, with their arguments; a request names one and has items, each of which gets a Score.
+    """Functions by name, with their arguments; a request names one and has items, each of which gets a Grade.
 
     The process may take `memory_mb` more than it has with the user's libraries loaded.
     """
@@ -92,10 +92,10 @@ def _own(named: Mapping[str, tuple[UserCode, dict[str, Any]]], memory_mb: int) -
         function = functions[name]
         for problem, trajectory in items:
             try:
-                score = function.score(function(problem, trajectory))
+                grade = function.grade(function(problem, trajectory))
             except (Exception, SystemExit) as error:
-                score = function.failed(error)
-            yield pickle.dumps(score)
+                grade = function.failed(error)
+            yield pickle.dumps(grade)
 
     with open("/proc/self/statm") as file:
         now = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
