@@ -10,9 +10,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from rstar2_megatron.records.trace import TRACE
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.conversation import Conversation, Conversations
 from rstar2_megatron.rollout.dialogue import Dialogue, Left
+from rstar2_megatron.rollout.engine.client import EngineClient
 from rstar2_megatron.rollout.engine.protocol import INTERRUPTED, EngineError, EngineLost, GenerateResult, GenerationTimeout
 from rstar2_megatron.rollout.engine.seeds import request_seed
 from rstar2_megatron.rollout.stats import RolloutStats
@@ -34,28 +35,6 @@ from rstar2_megatron.trajectory import FinishReason, Problem, ToolCall, ToolOutc
 log = logging.getLogger(__name__)
 
 LengthCallback = Callable[[int], None]
-
-
-class Engine(Protocol):
-    """The methods of an engine that the loop calls (`EngineClient`)."""
-
-    async def generate(
-        self,
-        input_ids: Sequence[int] | np.ndarray,
-        sampling: dict[str, Any],
-        *,
-        timeout_s: float,
-        on_tokens: LengthCallback | None = None,
-        owner: object = None,
-    ) -> GenerateResult: ...
-
-    async def wait_until_ready(self) -> None: ...
-
-    async def recover(self) -> None: ...
-
-    async def abort(self, owner: object) -> None: ...
-
-    async def abort_all(self) -> None: ...
 
 
 class Interrupted(Exception):
@@ -96,7 +75,7 @@ class AgentLoop:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineClient,
         judge: Judge,
         template: ChatTemplate,
         settings: AgentLoopSettings,
@@ -185,39 +164,32 @@ class AgentLoop:
             await self.engine.abort(preemption)
 
 
+@dataclass(eq=False)
 class Turns:
     """The state of one running trajectory."""
 
-    def __init__(
-        self,
-        loop: AgentLoop,
-        problem: Problem,
-        trajectory: Trajectory,
-        deadline: float,
-        on_progress: LengthCallback | None,
-        preemption: Preemption,
-        one_turn: OneTurn | None = None,
-        number: int = 0,
-    ) -> None:
-        self.loop = loop
-        self.problem = problem
-        self.number = number
-        self.one_turn = one_turn
-        self.trajectory = trajectory
-        self.tokens = TokenBuffer(trajectory)
-        self.deadline = deadline
-        self.on_progress = on_progress
-        self.preemption = preemption
-        self.template = loop.template
-        self.max_turns = loop.settings.max_assistant_turns
-        self.budget = loop.response_budget(len(trajectory.prompt_ids))
-        self.malformed_turns = 0
-        self.identical_calls = 0
-        self.last_call: list[tuple[str, Any]] = []
+    loop: AgentLoop
+    problem: Problem
+    trajectory: Trajectory
+    deadline: float
+    on_progress: LengthCallback | None
+    preemption: Preemption
+    one_turn: OneTurn | None
+    number: int
+    malformed_turns: int = 0
+    identical_calls: int = 0
+    last_call: Sequence[tuple[str, Any]] = ()
+
+    def __post_init__(self) -> None:
+        self.tokens = TokenBuffer(self.trajectory)
+        self.template = self.loop.template
+        self.max_turns = self.loop.settings.max_assistant_turns
+        prompt_tokens = len(self.trajectory.prompt_ids)
+        self.budget = self.loop.response_budget(prompt_tokens)
         if self.budget <= 0:
             raise Interrupted(
-                f"the prompt of {trajectory.query_id} has {len(trajectory.prompt_ids)} tokens and leaves no room "
-                f"in runner.seq_length={loop.max_context_tokens}; lower data.max_prompt_length or raise seq_length"
+                f"the prompt of {self.trajectory.query_id} has {prompt_tokens} tokens and leaves no room in "
+                f"runner.seq_length={self.loop.max_context_tokens}; lower data.max_prompt_length or raise seq_length"
             )
 
     @property
@@ -308,7 +280,8 @@ class Turns:
         input_ids = np.concatenate([self.trajectory.prompt_ids, self.trajectory.response_ids])
         stats = self.loop.stats
         while True:
-            await self._wait_until_ready()
+            late = "the engine restarted or changed its weights until the trajectory's deadline"
+            await self._within_deadline(self.loop.engine.wait_until_ready, late)  # no yield between this and the request
             if self.parking:
                 raise Parked
             begun = time.monotonic()
@@ -333,22 +306,19 @@ class Turns:
             stats.retractions += result.retractions
             return result
 
-    async def _wait_until_ready(self) -> None:
-        """Wait until the engine has restarted or finished its weight update."""
-        try:
-            async with asyncio.timeout(self._seconds_left()):  # must not yield between this and the request
-                await self.loop.engine.wait_until_ready()
-        except TimeoutError as error:
-            raise Interrupted("the engine restarted or changed its weights until the trajectory's deadline") from error
-
     async def _recover(self, error: EngineLost) -> None:
+        late = f"no engine came back within the trajectory's deadline: {error}"
         try:
-            async with asyncio.timeout(self._seconds_left()):
-                await self.loop.engine.recover()
-        except TimeoutError:
-            raise Interrupted(f"no engine came back within the trajectory's deadline: {error}") from error
+            await self._within_deadline(self.loop.engine.recover, late)
         except EngineLost as still:
             raise EngineUnrecoverable(str(still)) from still
+
+    async def _within_deadline(self, wait: Callable[[], Awaitable[None]], late: str) -> None:
+        try:
+            async with asyncio.timeout(self._seconds_left()):
+                await wait()
+        except TimeoutError as error:
+            raise Interrupted(late) from error
 
     def _append_generated(self, result: GenerateResult) -> None:
         trajectory = self.trajectory
