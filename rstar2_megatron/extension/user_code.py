@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -151,13 +152,11 @@ class UserCode(BaseModel):
         if isinstance(error, SyntaxError) and error.filename in paths:
             return f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
         place = ""
-        trace = error.__traceback__
-        while trace is not None:
-            code = trace.tb_frame.f_code
+        for frame, line in traceback.walk_tb(error.__traceback__):
+            code = frame.f_code
             if code.co_filename in paths:
                 inside = "" if code.co_name == "<module>" else f", in {code.co_name}"
-                place = f"{code.co_filename}:{trace.tb_lineno}{inside}: "
-            trace = trace.tb_next
+                place = f"{code.co_filename}:{line}{inside}: "
         text = " ".join(str(error).split())
         return f"{place}{type(error).__name__}{': ' + text if text else ''}"
 

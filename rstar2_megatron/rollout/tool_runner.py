@@ -30,6 +30,7 @@ class ToolRunner:
         self.judge = judge
         self.settings = settings
         self.tools = {tool.name: tool for tool in tools}
+        self._with_state = [tool for tool in tools if tool.has_session]
         self.shown_seconds: float | None = None
         """Shown to the model as every execution time, so that equal calls give equal tokens; None: the measured time."""
 
@@ -74,11 +75,9 @@ class ToolRunner:
         A trajectory that runs from its beginning keeps its state, so nothing is replayed; one that continues another one's
         turns, or came from another process, does not have it.
         """
-        called = [
-            tool for name, tool in self.tools.items() if tool.has_session and any(c.valid and c.name == name for c in calls)
-        ]
+        called = [tool for tool in self._with_state if any(c.valid and c.name == tool.name for c in calls)]
         if called and not trajectory.session:
-            called = [tool for tool in self.tools.values() if tool.has_session]
+            called = self._with_state
         lost = {tool.name for tool in called if not tool.is_open(trajectory.session)}
         return [
             ParsedCall(CallStatus.VALID, done.name, done.arguments)
@@ -89,18 +88,16 @@ class ToolRunner:
     def expect(self, trajectory: Trajectory) -> None:
         """A trajectory continues: the state that it has in its tools must still be there."""
         if trajectory.session:
-            for tool in self.tools.values():
-                if tool.has_session:
-                    tool.expect(trajectory.session, self.judge)
+            for tool in self._with_state:
+                tool.expect(trajectory.session, self.judge)
 
     async def close(self, trajectory: Trajectory) -> None:
         """Close the trajectory's state in its tools, if it has any."""
         if trajectory.session:
-            for tool in self.tools.values():
-                if tool.has_session:
-                    with contextlib.suppress(TimeoutError):  # the judge also ends the session after its time to live
-                        async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-                            await tool.close(trajectory.session, self.judge)
+            for tool in self._with_state:
+                with contextlib.suppress(TimeoutError):  # the judge also ends the session after its time to live
+                    async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                        await tool.close(trajectory.session, self.judge)
             trajectory.session = ""
 
     async def _run_one(
