@@ -61,17 +61,17 @@ class GraderPool:
 
     async def grade(self, response_text: str, solutions: list[str]) -> Grade:
         """Grade a response. Raises GraderLost, RuntimeError if closed."""
-        grade = self._begin(self.mode, response_text, solutions)
+        grade = self._begin(response_text, solutions)
         return grade if isinstance(grade, Grade) else await asyncio.wrap_future(grade)
 
-    def grade_now(self, response_text: str, solutions: list[str], mode: Mode | None = None) -> Grade:
-        """As `grade`, but blocking. `mode` replaces that of the pool."""
-        grade = self._begin(mode or self.mode, response_text, solutions)
+    def grade_now(self, response_text: str, solutions: list[str]) -> Grade:
+        """As `grade`, but blocking."""
+        grade = self._begin(response_text, solutions)
         return grade if isinstance(grade, Grade) else grade.result()
 
     def equal(self, a: str, b: str) -> bool:
         """Whether each answer is right where the other is the solution; blocking. False when the time limit passes."""
-        return all(self.grade_now(f"<answer>\\boxed{{{x}}}</answer>", [y], "paper").reward > 0 for x, y in ((a, b), (b, a)))
+        return all(self.grade_now(f"<answer>\\boxed{{{x}}}</answer>", [y]).reward > 0 for x, y in ((a, b), (b, a)))
 
     def close(self) -> None:
         """End all workers. Unfinished grades get `grader_timeout`."""
@@ -84,24 +84,24 @@ class GraderPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _begin(self, mode: Mode, response_text: str, solutions: list[str]) -> Grade | Future[Grade]:
+    def _begin(self, response_text: str, solutions: list[str]) -> Grade | Future[Grade]:
         """A grade, or that which a worker will give."""
         if self._closed:
             raise RuntimeError("the grader pool is closed")
         text = response_text
-        if mode == "paper":
+        if self.mode == "paper":
             answer, why = extract_answer(response_text)
             if answer is None:
                 return Grade(0.0, why)
             if (detail := quick_grade(answer, solutions)) is not None:
                 return Grade(float(detail == CORRECT), detail, answer)
             text = answer
-        return self._processes.run(functools.partial(self._slow, mode, text, list(solutions)))
+        return self._processes.run(functools.partial(self._slow, text, list(solutions)))
 
-    def _slow(self, mode: Mode, text: str, solutions: list[str], worker: GradingProcess) -> Grade:
+    def _slow(self, text: str, solutions: list[str], worker: GradingProcess) -> Grade:
         """Grade in a worker. When it dies, another one tries the answer in the remaining time: the answer is to blame only
         if it kills that one too."""
-        request = json.dumps({"mode": mode, "text": text, "solutions": solutions}).encode()
+        request = json.dumps([text, solutions]).encode()
         left = self._timeout_s
         for _ in range(2):
             worker.start()
@@ -111,4 +111,4 @@ class GraderPool:
             left -= time.monotonic() - start
             if reply or detail == GRADER_TIMEOUT or left <= 0:
                 break
-        return Grade(float(detail == CORRECT), detail, text if mode == "paper" else answer)
+        return Grade(float(detail == CORRECT), detail, text if self.mode == "paper" else answer)

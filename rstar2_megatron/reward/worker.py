@@ -56,22 +56,21 @@ def _math(mode: str, memory_mb: int) -> Answer:
     from rstar2_megatron.reward.math_grader import UNGRADABLE, grade_answer  # Here: functions of the user may not need it.
     from rstar2_megatron.reward.released_grader import grade_released, released_answer
 
-    def grade(mode: str, text: str, solutions: list[str]) -> tuple[str, str | None]:
+    def grade(text: str, solutions: list[str]) -> tuple[str, str | None]:
         if mode == "released":
             return grade_released(text, solutions), released_answer(text)
         return grade_answer(text, solutions), None
 
     def answer(request: bytes) -> Iterator[bytes]:
         try:
-            reply = grade(**json.loads(request))
+            reply = grade(*json.loads(request))
         except Exception:  # parsers raise anything on hostile text
             reply = UNGRADABLE, None
         yield json.dumps(reply).encode()
 
     # Load the libraries before the limits and before the first clock runs.
     for text, solution in (("\\sqrt{2}+x", "x+\\sqrt{2}"), ("(1,\\frac{x}{2})", "(1,x/2+0)")):
-        for every in {"paper", mode}:
-            grade(every, f"\\boxed{{{text}}}", [solution])
+        grade(f"\\boxed{{{text}}}", [solution])
     _limit(memory_mb * 1024**2)
     sys.setrecursionlimit(_RECURSION_LIMIT)
     sys.set_int_max_str_digits(10_000)
