@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -65,6 +65,7 @@ class OneTurn:
     seed: int  # of the turn's sampling; it counts in an engine with enable_deterministic_inference
 
 
+@dataclass(eq=False)
 class AgentLoop:
     """Runs trajectories on one engine. Any number of `run` calls may run concurrently.
 
@@ -73,31 +74,23 @@ class AgentLoop:
     counters and may be replaced at any time.
     """
 
-    def __init__(
-        self,
-        engine: EngineClient,
-        judge: Judge,
-        template: ChatTemplate,
-        settings: AgentLoopSettings,
-        sampling: SamplingParams,
-        *,
-        max_context_tokens: int,
-        timeout_s: float,
-        seed: int | None = None,
-    ) -> None:
-        self.engine = engine
-        self.tools = ToolRunner(judge, settings, template.tools)
-        self.conversations = Conversations(settings)
-        self.template = template
-        self.settings = settings
-        self.sampling = sampling
-        self.max_context_tokens = max_context_tokens
-        self.timeout_s = timeout_s
-        self.seed = seed
-        self.stats = RolloutStats()
-        self.parking = False  # set before aborting the engine's requests: every running trajectory is parked
-        self.cutting = False  # with `parking`: a parked trajectory ends as CUT
-        self.engine_gone = ""  # reason of the engine's loss; every running trajectory is then parked
+    engine: EngineClient
+    judge: InitVar[Judge]
+    template: ChatTemplate
+    settings: AgentLoopSettings
+    sampling: SamplingParams
+    _: KW_ONLY
+    max_context_tokens: int
+    timeout_s: float
+    seed: int | None = None
+    stats: RolloutStats = field(default_factory=RolloutStats)
+    parking: bool = False  # set before aborting the engine's requests: every running trajectory is parked
+    cutting: bool = False  # with `parking`: a parked trajectory ends as CUT
+    engine_gone: str = ""  # reason of the engine's loss; every running trajectory is then parked
+
+    def __post_init__(self, judge: Judge) -> None:
+        self.tools = ToolRunner(judge, self.settings, self.template.tools)
+        self.conversations = Conversations(self.settings)
 
     def response_budget(self, prompt_tokens: int) -> int:
         """Largest response in tokens, tool responses included."""
