@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import queue
 import subprocess
 import sys
 import threading
@@ -116,23 +115,18 @@ class GradingProcesses:
     """`count` processes of one kind. `run` gives work the next free one."""
 
     def __init__(self, count: int, kind: str, about: tuple[Any, ...], *, quiet: bool) -> None:
-        # One thread a process: it dies with the thread that started it, so threads live as long as the processes.
-        self._threads = ThreadPoolExecutor(count, thread_name_prefix=f"{kind} reward")
         self._processes = [GradingProcess(kind, about, quiet) for _ in range(count)]
-        self._free: queue.SimpleQueue[GradingProcess] = queue.SimpleQueue()
-        for process in self._processes:
-            self._free.put(process)
+        self._left = iter(self._processes)
+        self._own = threading.local()
+        # A process dies with the thread that started it, so each has a thread of its own.
+        self._threads = ThreadPoolExecutor(count, f"{kind} reward", self._take)
+
+    def _take(self) -> None:
+        self._own.process = next(self._left)
 
     def run(self, work: Callable[[GradingProcess], T]) -> Future[T]:
         """What `work` returns, in a thread."""
-        return self._threads.submit(self._run, work)
-
-    def _run(self, work: Callable[[GradingProcess], T]) -> T:
-        process = self._free.get()
-        try:
-            return work(process)
-        finally:
-            self._free.put(process)
+        return self._threads.submit(lambda: work(self._own.process))
 
     def close(self) -> None:
         """End all processes. Work that waits for one is cancelled."""
