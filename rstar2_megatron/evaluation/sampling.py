@@ -24,8 +24,8 @@ from rstar2_megatron.evaluation.attempt_queue import Attempt, AttemptQueue, run_
 from rstar2_megatron.evaluation.samples import Sample, SampleFile
 from rstar2_megatron.evaluation.services import SamplingSettings, Services, running_services
 from rstar2_megatron.records.trajectory_row import trajectory_row
-from rstar2_megatron.rollout.build import make_engine_budget
 from rstar2_megatron.rollout.engine.client import EngineClient
+from rstar2_megatron.rollout.scheduling.adaptive_budget import make_budget
 from rstar2_megatron.rollout.scheduling.admission_queue import AdmissionQueue
 from rstar2_megatron.rollout.scheduling.work_queue import Slice
 from rstar2_megatron.rollout.trajectory_runner import TrajectoryRunner
@@ -89,7 +89,8 @@ class _Sampler:
         """Keep one engine busy until no attempt is left."""
         settings = self.settings
         loop = services.agent_loop(engine, settings)
-        budget = make_engine_budget(engine, settings.rollout)
+        rollout = settings.rollout
+        budget = make_budget(rollout.scheduler, engine.kv_capacity_tokens, rollout.max_running_requests)
 
         async def finished(work: Slice, trajectory: Trajectory) -> None:
             if trajectory.usable:
