@@ -161,20 +161,17 @@ class UserCode(BaseModel):
         return f"{place}{type(error).__name__}{': ' + text if text else ''}"
 
 
-def all_user_code(settings: BaseModel, prefix: str = "") -> Iterator[tuple[str, UserCode]]:
-    """(dotted key, code) of everything that the settings name."""
-    for name in type(settings).model_fields:
-        yield from _inside(getattr(settings, name), f"{prefix}{name}")
-
-
-def _inside(value: Any, key: str) -> Iterator[tuple[str, UserCode]]:
+def all_user_code(value: Any, key: str = "") -> Iterator[tuple[str, UserCode]]:
+    """(dotted key, code) of everything that settings name, or a part of them at `key`."""
+    parts: list[tuple[Any, Any]] = []
     if isinstance(value, UserCode):
         yield key, value
     elif isinstance(value, BaseModel):
-        yield from all_user_code(value, f"{key}.")
+        parts = [(name, getattr(value, name)) for name in type(value).model_fields]
     elif isinstance(value, list):
-        for number, one in enumerate(value):
-            yield from _inside(one, f"{key}.{number}")
+        parts = list(enumerate(value))
+    for name, part in parts:
+        yield from all_user_code(part, f"{key}.{name}" if key else name)
 
 
 # ------------------------------------------------------------------------------------------------ reading

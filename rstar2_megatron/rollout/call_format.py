@@ -13,12 +13,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rstar2_megatron.data.json_text import json_fault
 from rstar2_megatron.rollout.tool_call import (
     CLOSE,
     OPEN,
     CallStatus,
     ParsedCall,
+    bad_json,
     check_body,
     check_call,
     parse_tool_calls,
@@ -157,13 +157,12 @@ def _json_at(text: str, position: int) -> tuple[Any, int]:
     try:
         return json.JSONDecoder().raw_decode(text, start)
     except (ValueError, RecursionError) as error:
-        what, remedy = json_fault(error, start)
         cut = isinstance(error, json.JSONDecodeError) and (
             error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string")
         )
         if cut:
             return refused(CallStatus.UNCLOSED, "Tool call is not complete: the turn ended inside its JSON."), len(text)
-        return refused(CallStatus.BAD_JSON, f"Tool call is not valid JSON: {what}; {remedy}."), len(text)
+        return bad_json(error, start), len(text)
 
 
 def _text_after(rest: str) -> ParsedCall:

@@ -95,8 +95,7 @@ def _parse_one(text: str, start: int, close: int, schemas: Sequence[ToolSchema])
     except (ValueError, RecursionError) as error:
         if close < 0:
             return unclosed(CLOSE), 0
-        what, remedy = json_fault(error, start)
-        return refused(CallStatus.BAD_JSON, f"Tool call is not valid JSON: {what}; {remedy}."), 0
+        return bad_json(error, start), 0
     rest = end
     while rest < len(text) and text[rest] in _WHITESPACE:
         rest += 1
@@ -110,6 +109,11 @@ def _parse_one(text: str, start: int, close: int, schemas: Sequence[ToolSchema])
 def refused(status: CallStatus, message: str, name: str = "") -> ParsedCall:
     """A call that is not run; the message is cut to a length that a model reads."""
     return ParsedCall(status, name, message=shortened(message, _MESSAGE_CHARS))
+
+
+def bad_json(error: ValueError | RecursionError, start: int) -> ParsedCall:
+    what, remedy = json_fault(error, start)
+    return refused(CallStatus.BAD_JSON, f"Tool call is not valid JSON: {what}; {remedy}.")
 
 
 def unclosed(mark: str) -> ParsedCall:
