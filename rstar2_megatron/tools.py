@@ -13,49 +13,34 @@ from typing import Any
 ToolSchema = dict[str, Any]
 
 
-def _standard_io_schema(name: str) -> ToolSchema:
-    return {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": "Run Python code in a fresh process with the given standard input and return "
-            "what it writes to standard output and standard error.",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "code": {"type": "string", "description": "The Python program to run."},
-                    "input": {"type": "string", "description": "Text for standard input; may be empty."},
-                },
-                "required": ["code", "input"],
-            },
-        },
-    }
-
-
 STANDARD_IO = "python_code_with_standard_io"
 STANDARD_IO_PAPER = "execute_python_code_with_standard_io"
-
 JUPYTER = "jupyter_code"
 
-_JUPYTER_SCHEMA: ToolSchema = {
-    "type": "function",
-    "function": {
-        "name": JUPYTER,
-        "description": "Run Python code in an interpreter that keeps its names and imports from call to call, and "
-        "return what it writes and the value of its last expression.",
-        "parameters": {
-            "type": "object",
-            "properties": {"code": {"type": "string", "description": "The code of the next cell."}},
-            "required": ["code"],
-        },
-    },
-}
+
+def _schema(name: str, description: str, **parameters: str) -> ToolSchema:
+    """parameters: descriptions of texts that every call has."""
+    properties = {key: {"type": "string", "description": text} for key, text in parameters.items()}
+    required = {"type": "object", "properties": properties, "required": list(parameters)}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": required}}
+
 
 TOOL_SCHEMAS: dict[str, ToolSchema] = {
-    STANDARD_IO: _standard_io_schema(STANDARD_IO),
-    STANDARD_IO_PAPER: _standard_io_schema(STANDARD_IO_PAPER),
-    JUPYTER: _JUPYTER_SCHEMA,
+    name: _schema(
+        name,
+        "Run Python code in a fresh process with the given standard input and return what it writes to standard output and "
+        "standard error.",
+        code="The Python program to run.",
+        input="Text for standard input; may be empty.",
+    )
+    for name in (STANDARD_IO, STANDARD_IO_PAPER)
 }
+TOOL_SCHEMAS[JUPYTER] = _schema(
+    JUPYTER,
+    "Run Python code in an interpreter that keeps its names and imports from call to call, and return what it writes and the "
+    "value of its last expression.",
+    code="The code of the next cell.",
+)
 
 
 def tool_schemas(

@@ -53,11 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return asyncio.run(_try_reward(rewards, code, words.args, words.extra))
         settings = OwnToolSettings(use=code, settings=words.settings, timeout_s=words.timeout_s)
         tool = OwnTool(settings, AgentLoopSettings())
-    except ValidationError as error:
-        print(f"error: {error.errors()[0]['msg'].removeprefix('Value error, ')}", file=sys.stderr)
-        return 2
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        said = error.errors()[0]["msg"].removeprefix("Value error, ") if isinstance(error, ValidationError) else error
+        print(f"error: {said}", file=sys.stderr)
         return 2
     print(json.dumps(tool.schema, indent=2, ensure_ascii=False))
     return asyncio.run(_try(tool, words.args, Problem("try_out", [{"role": "user", "content": ""}], [], extra=words.extra)))
@@ -80,17 +78,13 @@ async def _try_reward(rewards: Rewards, code: UserCode, calls: Sequence[dict[str
         trajectory = Trajectory("try_out", 0, assistant_texts=[text], finish_reason=FinishReason.ANSWERED)
         begun = time.perf_counter()
         await rewards.grade([(problem, trajectory)])
-        print(
-            f"\n{code.label} {json.dumps(given, ensure_ascii=False)}\n  in {1000 * (time.perf_counter() - begun):.1f} ms: ",
-            end="",
-        )
+        took_ms = 1000 * (time.perf_counter() - begun)
+        said = f"the trajectory is dropped:\n    {trajectory.error}"
+        if not trajectory.error:
+            others = {name: value for name, value in trajectory.reward_terms.items() if name != code.name}
+            said = f"reward {trajectory.reward:g} {others or ''}"
+        print(f"\n{code.label} {json.dumps(given, ensure_ascii=False)}\n  in {took_ms:.1f} ms: {said}")
         failed |= bool(trajectory.error)
-        others = {name: value for name, value in trajectory.reward_terms.items() if name != code.name}
-        print(
-            f"the trajectory is dropped:\n    {trajectory.error}"
-            if trajectory.error
-            else f"reward {trajectory.reward:g} {others or ''}"
-        )
     return int(failed)
 
 

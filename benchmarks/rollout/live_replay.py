@@ -12,7 +12,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -139,7 +139,7 @@ async def replay(
     runners = []
     for number, engine in enumerate(engines):
         loop = TracedLoop(
-            TraceEngine(engine, template),
+            cast(EngineClient, TraceEngine(engine, template)),
             judge,
             template,
             settings,

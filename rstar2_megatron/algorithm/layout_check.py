@@ -157,8 +157,8 @@ class _Meeting:
     """Sums what the ranks, which are threads here, bring to the same call."""
 
     def __init__(self, ranks: int) -> None:
-        self.barrier = threading.Barrier(ranks, timeout=_PATIENCE_S)
-        self.brought: list[Tensor | None] = [None] * ranks
+        self.barrier = threading.Barrier(ranks, self._add, timeout=_PATIENCE_S)
+        self.brought = [torch.empty(0)] * ranks
 
     def run(self, loss: PolicyLoss, tokens: Tokens) -> Any:
         try:
@@ -170,6 +170,7 @@ class _Meeting:
     def sum(self, rank: int, values: Tensor) -> Tensor:
         self.brought[rank] = values
         self.barrier.wait()
-        total = torch.stack([one for one in self.brought if one is not None]).sum(0)
-        self.barrier.wait()
-        return total
+        return self.total
+
+    def _add(self) -> None:
+        self.total = torch.stack(self.brought).sum(0)

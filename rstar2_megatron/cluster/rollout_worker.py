@@ -18,12 +18,13 @@ from rstar2_megatron.cluster.tracing import TracedWorker, traced
 from rstar2_megatron.cluster.weights import WeightReceiver
 from rstar2_megatron.judge.client.client import JudgeClient
 from rstar2_megatron.records.trace import TraceRow, engine_row
-from rstar2_megatron.rollout.build import make_agent_loop, make_engine_budget
+from rstar2_megatron.rollout.build import make_agent_loop
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.engine.client import EngineClient, MemoryTag
 from rstar2_megatron.rollout.engine.protocol import EngineLost
 from rstar2_megatron.rollout.messages import EngineGone, RolloutResult, WorkAnswer, WorkRequest
 from rstar2_megatron.rollout.progress import EngineLoad
+from rstar2_megatron.rollout.scheduling.adaptive_budget import make_budget
 from rstar2_megatron.rollout.scheduling.admission_queue import AdmissionQueue
 from rstar2_megatron.rollout.scheduling.kv_budget import KVBudget
 from rstar2_megatron.rollout.scheduling.work_queue import Slice
@@ -192,7 +193,8 @@ class RolloutWorker(TracedWorker, Worker):
         rollout, most = self._settings.rollout, self._settings.runner.seq_length
         loop = make_agent_loop(self._engine, self._judge, self._template, spec, rollout, most)
         if self._budget is None:  # kept across steps: the adaptive policy learns lengths
-            self._budget = make_engine_budget(self._engine, rollout)
+            capacity = self._engine.kv_capacity_tokens
+            self._budget = make_budget(rollout.scheduler, capacity, rollout.max_running_requests)
         self._budget.capacity_tokens = self._engine.kv_capacity_tokens or self._budget.capacity_tokens
         outbox = Outbox(lambda items: channel.put(pack(items), key=ENDED, async_op=True).async_wait())
 

@@ -22,8 +22,8 @@ from rstar2_megatron.evaluation.attempt_queue import AttemptQueue, run_together
 from rstar2_megatron.evaluation.samples import Sample, SampleFile
 from rstar2_megatron.evaluation.services import SamplingSettings, running_services
 from rstar2_megatron.records.trajectory_row import trajectory_row
-from rstar2_megatron.rollout.build import make_engine_budget
 from rstar2_megatron.rollout.engine.client import EngineClient
+from rstar2_megatron.rollout.scheduling.adaptive_budget import make_budget
 from rstar2_megatron.rollout.scheduling.admission_queue import AdmissionQueue
 from rstar2_megatron.rollout.scheduling.work_queue import Slice
 from rstar2_megatron.rollout.trajectory_runner import TrajectoryRunner
@@ -67,8 +67,9 @@ async def _draw(
         for index in range(settings.spec.samples)
         if (problem.query_id, index) not in found
     ]
+    rollout = settings.rollout
     async with running_services(settings, problems, file.path.parent.resolve() / "logs") as services:
-        attempts = AttemptQueue(problems, missing, settings.rollout.slice_size)
+        attempts = AttemptQueue(problems, missing, rollout.slice_size)
         with tqdm(total=len(missing), desc=label, disable=None) as bar:
 
             async def finished(work: Slice, trajectory: Trajectory) -> None:
@@ -83,8 +84,9 @@ async def _draw(
 
             async def keep_busy(engine: EngineClient) -> None:
                 """Until no attempt is left."""
-                admission = AdmissionQueue(make_engine_budget(engine, settings.rollout))
-                runner = TrajectoryRunner(services.agent_loop(engine, settings), admission, attempts.next, finished)
+                budget = make_budget(rollout.scheduler, engine.kv_capacity_tokens, rollout.max_running_requests)
+                agent_loop = services.agent_loop(engine, settings)
+                runner = TrajectoryRunner(agent_loop, AdmissionQueue(budget), attempts.next, finished)
                 engine.on_report = runner.observe
                 await runner.run()
 

@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -151,31 +152,26 @@ class UserCode(BaseModel):
         if isinstance(error, SyntaxError) and error.filename in paths:
             return f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
         place = ""
-        trace = error.__traceback__
-        while trace is not None:
-            code = trace.tb_frame.f_code
+        for frame, line in traceback.walk_tb(error.__traceback__):
+            code = frame.f_code
             if code.co_filename in paths:
                 inside = "" if code.co_name == "<module>" else f", in {code.co_name}"
-                place = f"{code.co_filename}:{trace.tb_lineno}{inside}: "
-            trace = trace.tb_next
+                place = f"{code.co_filename}:{line}{inside}: "
         text = " ".join(str(error).split())
         return f"{place}{type(error).__name__}{': ' + text if text else ''}"
 
 
-def all_user_code(settings: BaseModel, prefix: str = "") -> Iterator[tuple[str, UserCode]]:
-    """(dotted key, code) of everything that the settings name."""
-    for name in type(settings).model_fields:
-        yield from _inside(getattr(settings, name), f"{prefix}{name}")
-
-
-def _inside(value: Any, key: str) -> Iterator[tuple[str, UserCode]]:
+def all_user_code(value: Any, key: str = "") -> Iterator[tuple[str, UserCode]]:
+    """(dotted key, code) of everything that settings name, or a part of them at `key`."""
+    parts: list[tuple[Any, Any]] = []
     if isinstance(value, UserCode):
         yield key, value
     elif isinstance(value, BaseModel):
-        yield from all_user_code(value, f"{key}.")
+        parts = [(name, getattr(value, name)) for name in type(value).model_fields]
     elif isinstance(value, list):
-        for number, one in enumerate(value):
-            yield from _inside(one, f"{key}.{number}")
+        parts = list(enumerate(value))
+    for name, part in parts:
+        yield from all_user_code(part, f"{key}.{name}" if key else name)
 
 
 # ------------------------------------------------------------------------------------------------ reading

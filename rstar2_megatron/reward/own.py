@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import replace
 from numbers import Real
 from typing import Any
 
@@ -24,21 +24,6 @@ from rstar2_megatron.trajectory import Problem, Trajectory
 
 _VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 _SPECIAL = ("<|im_end|>", "<|im_start|>", "<|endoftext|>")
-
-
-@dataclass(frozen=True, slots=True)
-class Score:
-    """What a function said of one trajectory, or why it said nothing."""
-
-    value: float = 0.0
-    others: dict[str, float] = field(default_factory=dict)
-    """Further numbers by name, to be logged."""
-    detail: str = ""
-    answer: str | None = None
-    failure: str = ""
-    """Why there is no value, with the user's file and line."""
-    kind: str = ""
-    """Type of the failure: the exception's name, Timeout, or Killed."""
 
 
 class OwnReward:
@@ -79,20 +64,20 @@ class OwnReward:
         row = verl_arguments(problem, trajectory)
         return self.function(**{name: row[name] for name in self._given}, **self.arguments)
 
-    def score(self, returned: Any) -> Score:
+    def grade(self, returned: Any) -> Grade:
         """Read a returned value. Raises TypeError or ValueError for what is no finite number."""
         if isinstance(returned, Grade):
-            return Score(_number(returned.reward, "reward"), detail=returned.detail, answer=returned.answer)
+            return replace(returned, reward=_number(returned.reward, "reward"))
         if isinstance(returned, Mapping):
             if "score" not in returned:
                 raise ValueError(f"returned a dict without 'score'; it has {', '.join(map(str, returned)) or 'nothing'}")
             numbers = {str(name): float(value) for name, value in returned.items() if isinstance(value, Real)}
             numbers.pop("score", None)
-            return Score(_number(returned["score"], "score"), numbers)
-        return Score(_number(returned, "value"))
+            return Grade(_number(returned["score"], "score"), others=numbers)
+        return Grade(_number(returned, "value"))
 
-    def failed(self, error: BaseException) -> Score:
-        return Score(failure=f"reward {self.code.label} failed: {self.code.blame(error)}", kind=type(error).__name__)
+    def failed(self, error: BaseException) -> Grade:
+        return Grade(failure=f"reward {self.code.label} failed: {self.code.blame(error)}", kind=type(error).__name__)
 
 
 def _number(value: Any, name: str) -> float:

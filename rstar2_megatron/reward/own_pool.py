@@ -1,20 +1,20 @@
 """Calls reward functions of the user: plain ones in processes that can be killed, async ones in an event loop of their own.
 
-A function that fails, hangs or takes too much memory gives a Score with the reason. It never gives a silent 0.
+A function that fails, hangs or takes too much memory gives a Grade with the reason. It never gives a silent 0.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import pickle
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 
-from rstar2_megatron.reward.own import OwnReward, Score
-from rstar2_megatron.reward.process import GradingProcess, Seat, Seats
+from rstar2_megatron.reward.own import OwnReward
+from rstar2_megatron.reward.pool import Grade
+from rstar2_megatron.reward.process import GradingProcess, GradingProcesses
 from rstar2_megatron.trajectory import Problem, Trajectory
 
 Item = tuple[Problem, Trajectory]
@@ -24,60 +24,43 @@ _BLOCKED_S = 5.0  # beyond its deadline, after which an event loop counts as blo
 
 
 class ProcessPool:
-    """Plain functions. `timeout_s` bounds each call, `memory_mb` what a process takes beyond its libraries."""
+    """Plain functions by name. `timeout_s` bounds each call, `memory_mb` what a process takes beyond its libraries."""
 
-    def __init__(self, functions: Sequence[OwnReward], num_processes: int, timeout_s: float, memory_mb: int) -> None:
-        self._functions = list(functions)
-        self._first = pickle.dumps(([(f.code, f.arguments) for f in functions], memory_mb))
+    def __init__(self, functions: Mapping[str, OwnReward], num_processes: int, timeout_s: float, memory_mb: int) -> None:
+        self._functions = functions
         self._timeout_s = timeout_s
         self._num_processes = num_processes
-        self._seats = Seats(num_processes, self._start, "own reward")
+        named = {name: (function.code, function.arguments) for name, function in functions.items()}
+        self._processes = GradingProcesses(num_processes, "own", (named, memory_mb), quiet=False)
 
-    async def scores(self, items: Sequence[Item]) -> list[list[Score]]:
-        """The scores of each item, one a function. Raises GraderLost, RuntimeError when closed."""
+    async def grades(self, name: str, items: Sequence[Item]) -> list[Grade]:
+        """The grades of the items by the function `name`. Raises GraderLost, RuntimeError when closed."""
         size = max(1, -(-len(items) // self._num_processes))
         starts = range(0, len(items), size)
-        parts = [self._seats.run(functools.partial(self._run, items[start : start + size])) for start in starts]
-        done = await asyncio.gather(*map(asyncio.wrap_future, parts))
-        return [scores for part in done for scores in part]
+        parts = [self._processes.run(functools.partial(self._run, name, items[start : start + size])) for start in starts]
+        return [grade for part in await asyncio.gather(*map(asyncio.wrap_future, parts)) for grade in part]
 
-    def _run(self, items: Sequence[Item], seat: Seat) -> list[list[Score]]:
-        done: list[list[Score]] = []
+    def _run(self, name: str, items: Sequence[Item], process: GradingProcess) -> list[Grade]:
+        """One request for all; the item that ends the process gets the reason, and those behind it a new process."""
+        done: list[Grade] = []
         while len(done) < len(items):
-            self._fill(seat.process(), items, done)
+            process.start()
+            waiting = process.send(pickle.dumps((name, items[len(done) :])))
+            while waiting and len(done) < len(items):
+                reply = process.reply(self._timeout_s)
+                done.append(pickle.loads(reply) if reply else self._lost(process, self._functions[name].code.label))
+                waiting = reply is not None
         return done
 
-    def _fill(self, process: GradingProcess, items: Sequence[Item], done: list[list[Score]]) -> None:
-        """Add the scores of the items that have none, until the process dies. The one that killed it gets the reason."""
-        if not process.send(pickle.dumps(items[len(done) :])):
-            return
-        for _ in range(len(items) - len(done)):
-            scores: list[Score] = []
-            for function in self._functions:
-                begun = time.monotonic()
-                reply = process.reply(self._timeout_s)
-                if reply is None:
-                    scores.append(self._lost(process, function, time.monotonic() - begun >= self._timeout_s))
-                    done.append(scores)
-                    return
-                scores.append(pickle.loads(reply))
-            done.append(scores)
-
-    def _lost(self, process: GradingProcess, function: OwnReward, hung: bool) -> Score:
-        label = function.code.label
-        if hung and process.alive:
-            process.kill()
+    def _lost(self, process: GradingProcess, label: str) -> Grade:
+        if process.hung:
             why = f"gave nothing within reward.function_timeout_s={self._timeout_s:g}"
-            return Score(failure=f"reward {label} {why}", kind="Timeout")
+            return Grade(failure=f"reward {label} {why}", kind="Timeout")
         by = f"signal {process.signal} ended" if process.signal else "it ended"
-        process.kill()
-        return Score(failure=f"reward {label}: {by} its process (memory, or a library that crashed)", kind="Killed")
-
-    def _start(self) -> GradingProcess:
-        return GradingProcess("rstar2_megatron.reward.own_worker", first=self._first, quiet=False)
+        return Grade(failure=f"reward {label}: {by} its process (memory, or a library that crashed)", kind="Killed")
 
     def close(self) -> None:
-        self._seats.close()
+        self._processes.close()
 
 
 class AsyncCaller:
@@ -90,32 +73,28 @@ class AsyncCaller:
         self._timeout_s = timeout_s
         self._retries = retries
         self._free = asyncio.Semaphore(concurrency)
-        self._loop = asyncio.new_event_loop()
-        self._last_turn = time.monotonic()
-        self._thread = threading.Thread(target=self._serve, name="own async reward", daemon=True)
+        self._closed = asyncio.Event()
+        started: Future[asyncio.AbstractEventLoop] = Future()
+        self._thread = threading.Thread(target=asyncio.run, args=[self._serve(started)], name="own async reward", daemon=True)
         self._thread.start()
+        self._loop = started.result()
 
-    def _serve(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.call_soon(self._turn)
-        self._loop.run_forever()
+    async def _serve(self, started: Future[asyncio.AbstractEventLoop]) -> None:
+        started.set_result(asyncio.get_running_loop())
+        await self._closed.wait()
 
-    def _turn(self) -> None:
-        self._last_turn = time.monotonic()
-        self._loop.call_later(1.0, self._turn)
-
-    async def score(self, function: OwnReward, item: Item) -> Score:
-        """The function's score of one item."""
-        call = asyncio.run_coroutine_threadsafe(self._score(function, item), self._loop)
-        waiting = asyncio.wrap_future(call)
-        while not (await asyncio.wait([waiting], timeout=1.0))[0]:
-            if time.monotonic() - self._last_turn > self._timeout_s + _BLOCKED_S:
-                waiting.cancel()
+    async def grade(self, function: OwnReward, item: Item) -> Grade:
+        """The function's grade of one item."""
+        call = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._grade(function, item), self._loop))
+        while not (await asyncio.wait([call], timeout=1.0))[0]:
+            turn = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop))
+            if not (await asyncio.wait([turn], timeout=self._timeout_s + _BLOCKED_S))[0]:
+                call.cancel()
                 why = f"blocks its event loop for {self._timeout_s:g} s; await what is slow, or make it a plain function"
-                return Score(failure=f"reward {function.code.label} {why}", kind="Timeout")
-        return waiting.result()
+                return Grade(failure=f"reward {function.code.label} {why}", kind="Timeout")
+        return call.result()
 
-    async def _score(self, function: OwnReward, item: Item) -> Score:
+    async def _grade(self, function: OwnReward, item: Item) -> Grade:
         async with self._free:
             for attempt in range(self._retries + 1):
                 if attempt:
@@ -125,24 +104,19 @@ class AsyncCaller:
                     async with limit:
                         returned = await function(*item)
                 except Exception as error:
-                    score = self._late(function) if limit.expired() else function.failed(error)
+                    grade = self._late(function) if limit.expired() else function.failed(error)
                 else:
                     try:
-                        return function.score(returned)
+                        return function.grade(returned)
                     except (TypeError, ValueError) as error:  # another attempt would return the like
                         return function.failed(error)
-            return score
+            return grade
 
-    def _late(self, function: OwnReward) -> Score:
+    def _late(self, function: OwnReward) -> Grade:
         why = f"gave nothing within reward.function_timeout_s={self._timeout_s:g}, {self._retries + 1} times"
-        return Score(failure=f"reward {function.code.label} {why}", kind="Timeout")
+        return Grade(failure=f"reward {function.code.label} {why}", kind="Timeout")
 
     def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(1.0)  # one that blocks ends with the process
-        if not self._thread.is_alive():
-            for task in asyncio.all_tasks(self._loop):
-                task.cancel()
-            with contextlib.suppress(RuntimeError):
-                self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-                self._loop.close()
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._closed.set)
+            self._thread.join(1.0)  # one that blocks ends with the process

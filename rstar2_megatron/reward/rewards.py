@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Self
 
 from rstar2_megatron.algorithm.response_text import response_text
-from rstar2_megatron.reward.own import OwnReward, Score
+from rstar2_megatron.reward.own import OwnReward
 from rstar2_megatron.reward.own_pool import AsyncCaller, Item, ProcessPool
-from rstar2_megatron.reward.pool import GraderPool
-from rstar2_megatron.settings.sections.environment import RewardSettings
+from rstar2_megatron.reward.pool import Grade, GraderPool
+from rstar2_megatron.settings.sections.environment import RewardSettings, RewardTerm
 from rstar2_megatron.trajectory import FinishReason, Trajectory
 
 
@@ -21,16 +21,16 @@ class Rewards:
         """Raises UserCodeError when a function cannot be loaded or called."""
         self._settings = settings
         self._terms = settings.weighted
-        named = {number: term.function for number, term in enumerate(self._terms) if not isinstance(term.function, str)}
-        own = {number: OwnReward(code, settings.arguments) for number, code in named.items()}
-        self._plain = {number: function for number, function in own.items() if not function.is_async}
-        self._asynchronous = {number: function for number, function in own.items() if function.is_async}
-        self._pool = GraderPool(settings.num_workers, settings.timeout_s, mode=settings.mode)
+        self._own = {
+            term.name: OwnReward(term.function, settings.arguments)
+            for term in self._terms
+            if not isinstance(term.function, str)
+        }
+        plain = {name: function for name, function in self._own.items() if not function.is_async}
         timeout_s = settings.function_timeout_s
-        self._processes = ProcessPool(list(self._plain.values()), settings.num_workers, timeout_s, settings.function_memory_mb)
-        self._caller = (
-            AsyncCaller(settings.function_concurrency, timeout_s, settings.function_retries) if self._asynchronous else None
-        )
+        self._pool = GraderPool(settings.num_workers, settings.timeout_s, mode=settings.mode)
+        self._processes = ProcessPool(plain, settings.num_workers, timeout_s, settings.function_memory_mb)
+        self._caller = AsyncCaller(settings.function_concurrency, timeout_s, settings.function_retries)
 
     async def grade(self, items: Sequence[Item]) -> None:
         """Set `reward`, `positive`, `reward_terms`, `grade_detail` and `answer` of each trajectory.
@@ -38,51 +38,51 @@ class Rewards:
         A trajectory of which a function of the user failed ends as INFRASTRUCTURE, with `error` and `user_error`. Raises
         GraderLost.
         """
-        others = [number for number in range(len(self._terms)) if number not in self._plain]
-        waited = [asyncio.gather(*(self._score(number, item) for item in items)) for number in others]
-        plain = await self._processes.scores(items) if self._plain else []
-        by_term = dict(zip(others, await asyncio.gather(*waited)))
-        by_term |= {number: [scores[place] for scores in plain] for place, number in enumerate(self._plain)}
-        for row, (_, trajectory) in enumerate(items):
-            self._set(trajectory, [by_term[number][row] for number in range(len(self._terms))])
+        by_term = await asyncio.gather(*(self._grades(term, items) for term in self._terms))
+        for (_, trajectory), *grades in zip(items, *by_term, strict=True):
+            self._set(trajectory, grades)
 
-    async def _score(self, number: int, item: Item) -> Score:
-        if self._terms[number].function == "environment":
-            given = item[1].environment_reward
-            return Score(given) if given is not None else Score(failure="the loop set no reward", kind="NoReward")
-        if (function := self._asynchronous.get(number)) is None:
-            return await self._math(item)
-        assert self._caller is not None
-        return await self._caller.score(function, item)
+    async def _grades(self, term: RewardTerm, items: Sequence[Item]) -> Sequence[Grade]:
+        if term.function == "environment":
+            return [_environments(trajectory) for _, trajectory in items]
+        if term.function == "math":
+            return await asyncio.gather(*map(self._math, items))
+        function = self._own[term.name]
+        if function.is_async:
+            return await asyncio.gather(*(self._caller.grade(function, item) for item in items))
+        return await self._processes.grades(term.name, items)
 
-    async def _math(self, item: Item) -> Score:
+    async def _math(self, item: Item) -> Grade:
         """The graded text is the model's own; in released mode it is the whole response with the tools' output."""
         problem, t = item
         text = response_text(t) if self._pool.mode == "released" else "\n".join(t.assistant_texts)
-        grade = await self._pool.grade(text, problem.solutions)
-        return Score(grade.reward, detail=grade.detail, answer=grade.answer)
+        return await self._pool.grade(text, problem.solutions)
 
-    def _set(self, t: Trajectory, scores: Sequence[Score]) -> None:
-        for score in scores:
-            if score.failure:
-                t.finish_reason, t.error, t.user_error = FinishReason.INFRASTRUCTURE, score.failure, score.kind
+    def _set(self, t: Trajectory, grades: Sequence[Grade]) -> None:
+        for grade in grades:
+            if grade.failure:
+                t.finish_reason, t.error, t.user_error = FinishReason.INFRASTRUCTURE, grade.failure, grade.kind
                 return
-        t.reward = sum(term.weight * score.value for term, score in zip(self._terms, scores))
+        t.reward = sum(term.weight * grade.reward for term, grade in zip(self._terms, grades))
         t.positive = t.reward > self._settings.positive_above
-        t.grade_detail = next((s.detail for s in scores if s.detail), "positive" if t.positive else "negative")
-        t.answer = next((s.answer for s in scores if s.answer is not None), None)
-        if self._plain or self._asynchronous or len(scores) > 1:
-            t.reward_terms = {name: value for score in scores for name, value in score.others.items()}
-            t.reward_terms |= {term.name: score.value for term, score in zip(self._terms, scores)}
+        t.grade_detail = next((g.detail for g in grades if g.detail), "positive" if t.positive else "negative")
+        t.answer = next((g.answer for g in grades if g.answer is not None), None)
+        if self._own or len(grades) > 1:
+            t.reward_terms = {name: value for grade in grades for name, value in grade.others.items()}
+            t.reward_terms |= {term.name: grade.reward for term, grade in zip(self._terms, grades)}
 
     def close(self) -> None:
         self._pool.close()
         self._processes.close()
-        if self._caller is not None:
-            self._caller.close()
+        self._caller.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _environments(trajectory: Trajectory) -> Grade:
+    given = trajectory.environment_reward
+    return Grade(given) if given is not None else Grade(failure="the loop set no reward", kind="NoReward")

@@ -10,9 +10,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from rstar2_megatron.records.trace import TRACE
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.conversation import Conversation, Conversations
 from rstar2_megatron.rollout.dialogue import Dialogue, Left
+from rstar2_megatron.rollout.engine.client import EngineClient
 from rstar2_megatron.rollout.engine.protocol import INTERRUPTED, EngineError, EngineLost, GenerateResult, GenerationTimeout
 from rstar2_megatron.rollout.engine.seeds import request_seed
 from rstar2_megatron.rollout.stats import RolloutStats
@@ -34,28 +35,6 @@ from rstar2_megatron.trajectory import FinishReason, Problem, ToolCall, ToolOutc
 log = logging.getLogger(__name__)
 
 LengthCallback = Callable[[int], None]
-
-
-class Engine(Protocol):
-    """The methods of an engine that the loop calls (`EngineClient`)."""
-
-    async def generate(
-        self,
-        input_ids: Sequence[int] | np.ndarray,
-        sampling: dict[str, Any],
-        *,
-        timeout_s: float,
-        on_tokens: LengthCallback | None = None,
-        owner: object = None,
-    ) -> GenerateResult: ...
-
-    async def wait_until_ready(self) -> None: ...
-
-    async def recover(self) -> None: ...
-
-    async def abort(self, owner: object) -> None: ...
-
-    async def abort_all(self) -> None: ...
 
 
 class Interrupted(Exception):
@@ -86,6 +65,7 @@ class OneTurn:
     seed: int  # of the turn's sampling; it counts in an engine with enable_deterministic_inference
 
 
+@dataclass(eq=False)
 class AgentLoop:
     """Runs trajectories on one engine. Any number of `run` calls may run concurrently.
 
@@ -94,31 +74,23 @@ class AgentLoop:
     counters and may be replaced at any time.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        judge: Judge,
-        template: ChatTemplate,
-        settings: AgentLoopSettings,
-        sampling: SamplingParams,
-        *,
-        max_context_tokens: int,
-        timeout_s: float,
-        seed: int | None = None,
-    ) -> None:
-        self.engine = engine
-        self.tools = ToolRunner(judge, settings, template.tools)
-        self.conversations = Conversations(settings)
-        self.template = template
-        self.settings = settings
-        self.sampling = sampling
-        self.max_context_tokens = max_context_tokens
-        self.timeout_s = timeout_s
-        self.seed = seed
-        self.stats = RolloutStats()
-        self.parking = False  # set before aborting the engine's requests: every running trajectory is parked
-        self.cutting = False  # with `parking`: a parked trajectory ends as CUT
-        self.engine_gone = ""  # reason of the engine's loss; every running trajectory is then parked
+    engine: EngineClient
+    judge: InitVar[Judge]
+    template: ChatTemplate
+    settings: AgentLoopSettings
+    sampling: SamplingParams
+    _: KW_ONLY
+    max_context_tokens: int
+    timeout_s: float
+    seed: int | None = None
+    stats: RolloutStats = field(default_factory=RolloutStats)
+    parking: bool = False  # set before aborting the engine's requests: every running trajectory is parked
+    cutting: bool = False  # with `parking`: a parked trajectory ends as CUT
+    engine_gone: str = ""  # reason of the engine's loss; every running trajectory is then parked
+
+    def __post_init__(self, judge: Judge) -> None:
+        self.tools = ToolRunner(judge, self.settings, self.template.tools)
+        self.conversations = Conversations(self.settings)
 
     def response_budget(self, prompt_tokens: int) -> int:
         """Largest response in tokens, tool responses included."""
@@ -150,30 +122,24 @@ class AgentLoop:
         trajectory = resume or Trajectory(problem.query_id, rollout_index)
         try:
             deadline = started + self.timeout_s - trajectory.seconds
-            conversation = self.conversations.begin(problem, deadline)
-            asked = await conversation.opening()
+            conversation = await self.conversations.begin(problem, deadline)
             if not len(trajectory.prompt_ids):
-                trajectory.prompt_ids = np.array(self.template.prompt_ids(asked), np.int32)
+                trajectory.prompt_ids = np.array(self.template.prompt_ids(conversation.problem), np.int32)
             self.tools.expect(trajectory)
             turns = Turns(self, problem, trajectory, deadline, on_progress, preemption, one_turn, number)
             trajectory.finish_reason = await turns.until_end(conversation)
-        except Parked:
+        except (Parked, EngineUnrecoverable) as error:
+            if isinstance(error, EngineUnrecoverable):
+                self.engine_gone = self.engine_gone or str(error)
             parked = not self.cutting
             trajectory.finish_reason = None if parked else FinishReason.CUT
-        except EngineUnrecoverable as error:
-            self.engine_gone = self.engine_gone or str(error)
-            parked = not self.cutting
-            trajectory.finish_reason = None if parked else FinishReason.CUT
-        except UserCodeError as error:
-            trajectory.finish_reason, trajectory.user_error = FinishReason.INFRASTRUCTURE, error.kind
-            trajectory.error = str(error)
-        except Interrupted as error:
-            trajectory.finish_reason = FinishReason.INFRASTRUCTURE
-            trajectory.error = str(error)
+        except (Interrupted, UserCodeError) as error:
+            trajectory.finish_reason, trajectory.error = FinishReason.INFRASTRUCTURE, str(error)
+            if isinstance(error, UserCodeError):
+                trajectory.user_error = error.kind
         except Exception as error:
             log.exception("trajectory %s#%d failed", problem.query_id, rollout_index)
-            trajectory.finish_reason = FinishReason.INFRASTRUCTURE
-            trajectory.error = f"{type(error).__name__}: {error}"
+            trajectory.finish_reason, trajectory.error = FinishReason.INFRASTRUCTURE, f"{type(error).__name__}: {error}"
         finally:
             if not parked:  # a parked trajectory keeps its interpreter
                 await self.tools.close(trajectory)
@@ -191,50 +157,44 @@ class AgentLoop:
             await self.engine.abort(preemption)
 
 
+@dataclass(eq=False)
 class Turns:
     """The state of one running trajectory."""
 
-    def __init__(
-        self,
-        loop: AgentLoop,
-        problem: Problem,
-        trajectory: Trajectory,
-        deadline: float,
-        on_progress: LengthCallback | None,
-        preemption: Preemption,
-        one_turn: OneTurn | None = None,
-        number: int = 0,
-    ) -> None:
-        self.loop = loop
-        self.problem = problem
-        self.number = number
-        self.one_turn = one_turn
-        self.trajectory = trajectory
-        self.tokens = TokenBuffer(trajectory)
-        self.deadline = deadline
-        self.on_progress = on_progress
-        self.preemption = preemption
-        self.template = loop.template
-        self.max_turns = loop.settings.max_assistant_turns
-        self.budget = loop.response_budget(len(trajectory.prompt_ids))
-        self.malformed_turns = 0
-        self.identical_calls = 0
-        self.last_call: list[tuple[str, Any]] = []
+    loop: AgentLoop
+    problem: Problem
+    trajectory: Trajectory
+    deadline: float
+    on_progress: LengthCallback | None
+    preemption: Preemption
+    one_turn: OneTurn | None
+    number: int
+    malformed_turns: int = 0
+    identical_calls: int = 0
+    last_call: Sequence[tuple[str, Any]] = ()
+
+    def __post_init__(self) -> None:
+        self.tokens = TokenBuffer(self.trajectory)
+        self.template = self.loop.template
+        self.max_turns = self.loop.settings.max_assistant_turns
+        prompt_tokens = len(self.trajectory.prompt_ids)
+        self.budget = self.loop.response_budget(prompt_tokens)
         if self.budget <= 0:
             raise Interrupted(
-                f"the prompt of {trajectory.query_id} has {len(trajectory.prompt_ids)} tokens and leaves no room "
-                f"in runner.seq_length={loop.max_context_tokens}; lower data.max_prompt_length or raise seq_length"
+                f"the prompt of {self.trajectory.query_id} has {prompt_tokens} tokens and leaves no room in "
+                f"runner.seq_length={self.loop.max_context_tokens}; lower data.max_prompt_length or raise seq_length"
             )
 
     @property
     def parking(self) -> bool:
         return self.loop.parking or self.preemption.asked
 
-    async def until_end(self, compose: Conversation) -> FinishReason | None:
+    async def until_end(self, conversation: Conversation) -> FinishReason | None:
         """Run the loop, whose beginning is replayed. Returns the ending; None: a step of a search may go on."""
-        dialogue = Dialogue(self, compose.label)
+        dialogue = Dialogue(self, conversation.label)
         try:
-            await compose.run(dialogue)
+            await conversation.compose(dialogue)
+            dialogue.finish()
         except Left:
             if dialogue.failure is not None:
                 raise dialogue.failure from None
@@ -313,7 +273,8 @@ class Turns:
         input_ids = np.concatenate([self.trajectory.prompt_ids, self.trajectory.response_ids])
         stats = self.loop.stats
         while True:
-            await self._wait_until_ready()
+            late = "the engine restarted or changed its weights until the trajectory's deadline"
+            await self._within_deadline(self.loop.engine.wait_until_ready, late)  # no yield between this and the request
             if self.parking:
                 raise Parked
             begun = time.monotonic()
@@ -338,22 +299,19 @@ class Turns:
             stats.retractions += result.retractions
             return result
 
-    async def _wait_until_ready(self) -> None:
-        """Wait until the engine has restarted or finished its weight update."""
-        try:
-            async with asyncio.timeout(self._seconds_left()):  # must not yield between this and the request
-                await self.loop.engine.wait_until_ready()
-        except TimeoutError as error:
-            raise Interrupted("the engine restarted or changed its weights until the trajectory's deadline") from error
-
     async def _recover(self, error: EngineLost) -> None:
+        late = f"no engine came back within the trajectory's deadline: {error}"
         try:
-            async with asyncio.timeout(self._seconds_left()):
-                await self.loop.engine.recover()
-        except TimeoutError:
-            raise Interrupted(f"no engine came back within the trajectory's deadline: {error}") from error
+            await self._within_deadline(self.loop.engine.recover, late)
         except EngineLost as still:
             raise EngineUnrecoverable(str(still)) from still
+
+    async def _within_deadline(self, wait: Callable[[], Awaitable[None]], late: str) -> None:
+        try:
+            async with asyncio.timeout(self._seconds_left()):
+                await wait()
+        except TimeoutError as error:
+            raise Interrupted(late) from error
 
     def _append_generated(self, result: GenerateResult) -> None:
         trajectory = self.trajectory

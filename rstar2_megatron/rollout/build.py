@@ -1,12 +1,10 @@
-"""Builds the agent loop and the KV budget of one engine from settings, for training and evaluation."""
+"""Builds the agent loop of one engine from settings, for training and evaluation."""
 
 from __future__ import annotations
 
 from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.engine.client import EngineClient
-from rstar2_megatron.rollout.scheduling.adaptive_budget import make_budget
-from rstar2_megatron.rollout.scheduling.kv_budget import KVBudget
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.rollout.tool import Judge
 from rstar2_megatron.settings.schema import RolloutSettings, SamplingParams
@@ -31,8 +29,3 @@ def make_agent_loop(
         timeout_s=rollout.trajectory_timeout_s,
         seed=spec.seed,
     )
-
-
-def make_engine_budget(engine: EngineClient, rollout: RolloutSettings) -> KVBudget:
-    """KV budget of the policy `rollout.scheduler`, sized to the KV cache of the started engine."""
-    return make_budget(rollout.scheduler, engine.kv_capacity_tokens, rollout.max_running_requests)

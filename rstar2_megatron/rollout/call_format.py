@@ -13,17 +13,18 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rstar2_megatron.data.json_text import json_fault
 from rstar2_megatron.rollout.tool_call import (
     CLOSE,
     OPEN,
     CallStatus,
     ParsedCall,
+    bad_json,
     check_body,
     check_call,
     parse_tool_calls,
     quote,
     refused,
+    unclosed,
 )
 from rstar2_megatron.tools import ToolSchema, tool_name
 
@@ -54,7 +55,7 @@ def _qwen3_coder(text: str, schemas: Sequence[ToolSchema]) -> list[ParsedCall]:
         close = text.find(CLOSE, body)
         inside = (text[body:] if close < 0 else text[body:close]).strip()
         if close < 0 and "<function=".startswith(inside[:10]):
-            calls.append(_cut(CLOSE))
+            calls.append(unclosed(CLOSE))
         elif inside.startswith(("{", "<")) or (close >= 0 and not inside):
             calls.append(refused(CallStatus.BAD_SYNTAX, f"Tool call is not of the form {_XML_FORM}"))
         position = close if close >= 0 else body  # else the tag is prose
@@ -80,7 +81,7 @@ def _xml_call(text: str, function: re.Match[str], schemas: Sequence[ToolSchema])
             close = text.find(CLOSE, position)
             after = close if close >= 0 else len(text)
             if not rest or (close < 0 and rest.startswith(("<parameter=", "</"))):
-                return _cut(mark), after
+                return unclosed(mark), after
             return refused(CallStatus.BAD_SYNTAX, f"Tool call has {quote(rest)} where a parameter or {mark} is due."), after
         position = end.end()
     return check_call(name, arguments, schemas), position
@@ -94,10 +95,6 @@ def _typed(text: str, spec: dict[str, Any]) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return _WRITTEN_VALUES.get(text.strip(), text)
-
-
-def _cut(mark: str) -> ParsedCall:
-    return ParsedCall(CallStatus.UNCLOSED, message=f"Tool call was not closed with {mark}.")
 
 
 # --------------------------------------------------------------------------------- JSON: llama3 and mistral
@@ -163,13 +160,12 @@ def _json_at(text: str, position: int) -> tuple[Any, int]:
     try:
         return json.JSONDecoder().raw_decode(text, start)
     except (ValueError, RecursionError) as error:
-        what, remedy = json_fault(error, start)
         cut = isinstance(error, json.JSONDecodeError) and (
             error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string")
         )
         if cut:
             return refused(CallStatus.UNCLOSED, "Tool call is not complete: the turn ended inside its JSON."), len(text)
-        return refused(CallStatus.BAD_JSON, f"Tool call is not valid JSON: {what}; {remedy}."), len(text)
+        return bad_json(error, start), len(text)
 
 
 def _text_after(rest: str) -> ParsedCall:
@@ -201,7 +197,7 @@ def _python_calls(text: str, schemas: Sequence[ToolSchema]) -> list[ParsedCall]:
             return [_python_call(element, schemas) for element in tree.elts]
     except SyntaxError as error:
         if "was never closed" in error.msg or "unterminated" in error.msg:
-            return [_cut("]")]
+            return [unclosed("]")]
         message = f"Tool call is not a Python list of calls: {error.msg} in line {error.lineno}; end the turn with the list."
         return [refused(CallStatus.BAD_SYNTAX, message)]
     except (ValueError, RecursionError, MemoryError) as error:

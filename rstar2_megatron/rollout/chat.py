@@ -22,6 +22,7 @@ tokenizer without these two tokens (Llama 3, Mistral) keeps the wording, and its
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
@@ -72,6 +73,10 @@ Problem:
 
 REASON = "<reason>"
 GENERATION_PREFIX = f"{TURN_START}assistant\n{REASON}"
+_CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
 _DATE = "26 Jul 2024"  # Llama 3's templates write today's date; with its default a prompt is the same every day
 _ASKED, _SAID, _TOLD = "Question0", "Reply1", "Result2"  # found again in a rendered conversation
 
@@ -127,16 +132,19 @@ class ChatTemplate:
         self.schemas: list[ToolSchema] = [tool.schema for tool in self.tools]
         self.system_prompt, self.user_prefix, self.generation_prefix = Wording.of(settings, self.schemas)
         self._wholly = settings.chat_template is not None  # the template writes the wording too
-        self._template: str | None = settings.chat_template
         chatml = all(len(self._encode(token)) == 1 for token in (TURN_START, TURN_END))
         if settings.chat_template == OWN_TEMPLATE or not (chatml or self._wholly):
             self._template = self._own_template()
-        if self._template is not None:
-            opening = self._generation_prefix_of_template()
-            self.generation_prefix = opening if self._wholly else settings.generation_prefix or opening + REASON
+        else:
+            self._template = settings.chat_template or _CHATML
+        opening = self._generation_prefix_of_template()
+        if self._wholly:
+            self.generation_prefix = opening
+        elif settings.generation_prefix is None:
+            self.generation_prefix = opening + REASON
         form: str = settings.tool_call_format
         if form == "auto":
-            form = format_of(self._template or "") if self._wholly else "hermes"
+            form = format_of(self._template) if self._wholly else "hermes"
             if not form:
                 raise ValueError(
                     "agentloop.tool_call_format=auto, but agentloop.chat_template shows no known form of a tool call"
@@ -151,7 +159,7 @@ class ChatTemplate:
         self.end_id = self.stop_token_ids[0]
         # Qwen's and Hermes' templates write the tags themselves; one that knows no tools would write a bare turn of the role
         self._tool_role = self._wholly and (form != "hermes" or self._has_tags_of_its_own())
-        self._prompts: dict[str, list[int]] = {}
+        self._prompt_ids = functools.lru_cache(_PROMPTS_KEPT)(self._encode)
         others = [] if chatml else getattr(tokenizer, "all_special_tokens", [])
         self._specials = re.compile("|".join(map(re.escape, others))) if others else None
         if self._tool_role and _TOLD not in self.tool_response_text([_TOLD]):
@@ -212,29 +220,16 @@ class ChatTemplate:
             system = next((m["content"] for m in prompt if m["role"] == "system"), system)
         if self._wholly:
             return self._render(prompt if self.settings.use_data_system_prompt else messages, opened=True)
-        if self._template is not None:
-            return self._prompt_in_template(system, messages, users[-1])
-        parts = [self._message("system", system)] if system else []
-        for i, message in enumerate(messages):
-            prefix = self.user_prefix if i == users[-1] else ""
-            parts.append(self._message(message["role"], prefix + message["content"]))
-        return "".join(parts) + self.generation_prefix
-
-    def _prompt_in_template(self, system: str, messages: list[dict[str, str]], last: int) -> str:
-        """The wording in the turns of the tokenizer's template; without a system role the first user message begins with it."""
-        worded = [dict(message) for message in messages]
-        worded[last]["content"] = self.user_prefix + worded[last]["content"]
-        if system:
-            whole = [{"role": "system", "content": system}, *worded]
-            try:
-                text = self._render(whole, opened=False)
-            except jinja2.TemplateError:
-                text = ""
-            if system.strip() not in text:
-                worded[0]["content"] = f"{system}\n\n{worded[0]['content']}"
-                text = self._render(worded, opened=False)
-        else:
-            text = self._render(worded, opened=False)
+        messages[users[-1]]["content"] = self.user_prefix + messages[users[-1]]["content"]
+        if not system:
+            return self._render(messages, opened=False) + self.generation_prefix
+        try:
+            text = self._render([{"role": "system", "content": system}, *messages], opened=False)
+        except jinja2.TemplateError:
+            text = ""
+        if system.strip() not in text:  # the template has no system role
+            messages[0]["content"] = f"{system}\n\n{messages[0]['content']}"
+            text = self._render(messages, opened=False)
         return text + self.generation_prefix
 
     def _render(self, messages: Sequence[Mapping[str, Any]], *, opened: bool) -> str:
@@ -258,18 +253,9 @@ class ChatTemplate:
             )
         return opened.removeprefix(closed)
 
-    @staticmethod
-    def _message(role: str, content: str) -> str:
-        return f"{TURN_START}{role}\n{content}{TURN_END}\n"
-
     def prompt_ids(self, problem: Problem) -> list[int]:
         """Token ids of `prompt_text`. The last prompts are cached, because all rollouts of a problem share one."""
-        text = self.prompt_text(problem)
-        if text not in self._prompts:
-            if len(self._prompts) >= _PROMPTS_KEPT:
-                self._prompts.clear()
-            self._prompts[text] = self._encode(text)
-        return list(self._prompts[text])
+        return list(self._prompt_ids(self.prompt_text(problem)))
 
     def tool_response_text(self, responses: Sequence[str]) -> str:
         """Text after a generated turn end: the tool responses and the next turn's opening.

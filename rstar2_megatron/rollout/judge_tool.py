@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
-from rstar2_megatron.rollout.tool import CallContext, Judge, Tool, ToolAnswer
-from rstar2_megatron.rollout.tool_response import format_tool_response, truncate
-from rstar2_megatron.settings.schema import AgentLoopSettings
+from rstar2_megatron.rollout.tool import CallContext, Judge, Tool
+from rstar2_megatron.rollout.tool_response import format_tool_response
 from rstar2_megatron.tools import JUPYTER, ToolSchema
 from rstar2_megatron.trajectory import ToolOutcome
 
@@ -27,20 +25,15 @@ _OUTCOMES = {
 class JudgeTool(Tool):
     """Its time and memory limits are the judge's (`tools.codejudge`)."""
 
-    def __init__(self, schema: ToolSchema, settings: AgentLoopSettings) -> None:
-        super().__init__(schema)
-        self.settings = settings
+    def __init__(self, schema: ToolSchema, max_length: int) -> None:
+        super().__init__(schema, max_length)
         self.has_session = self.name == JUPYTER
 
-    async def run(self, arguments: dict[str, Any], context: CallContext) -> ToolAnswer:
+    async def run(self, arguments: dict[str, Any], context: CallContext) -> tuple[ToolOutcome, str]:
         session = context.session if self.has_session else None
-        async with asyncio.timeout(context.limit_s):
-            run = await context.judge.run(arguments["code"], arguments.get("input", ""), session=session)
-        text = format_tool_response(run, context.shown_seconds)
+        run = await context.judge.run(arguments["code"], arguments.get("input", ""), session=session)
         outcome = _OUTCOMES.get(str(run.outcome), ToolOutcome.INFRASTRUCTURE)
-        return ToolAnswer(
-            outcome, truncate(text, self.settings.max_tool_response_length, self.settings.tool_response_truncate_side)
-        )
+        return outcome, format_tool_response(run, context.shown_seconds)
 
     def expect(self, session: str, judge: Judge) -> None:
         judge.expect_session(session)

@@ -11,8 +11,8 @@ import shlex
 import threading
 from typing import Any
 
-from rstar2_megatron.rollout.tool import CallContext, Tool, ToolAnswer
-from rstar2_megatron.rollout.tool_response import format_refusal, truncate
+from rstar2_megatron.extension import ToolError
+from rstar2_megatron.rollout.tool import CallContext, LimitedTool
 from rstar2_megatron.settings.schema import AgentLoopSettings, McpSettings
 from rstar2_megatron.trajectory import ToolOutcome
 
@@ -83,32 +83,24 @@ class McpServer:
                 ready.set_exception(RuntimeError(_innermost(error)))
 
 
-class McpTool(Tool):
+class McpTool(LimitedTool):
     def __init__(self, server: McpServer, described: Any, agentloop: AgentLoopSettings) -> None:
         """described: as the server lists it."""
         parameters = {"type": "object", "properties": {}, **described.input_schema}
         function = {"name": described.name, "description": described.description or "", "parameters": parameters}
-        super().__init__({"type": "function", "function": function})
+        super().__init__({"type": "function", "function": function}, server.settings, agentloop)
         self.server = server
-        self.max_length = server.settings.max_length or agentloop.max_tool_response_length
-        self.truncate_side = agentloop.tool_response_truncate_side
+        self.slots = server.slots
 
-    async def run(self, arguments: dict[str, Any], context: CallContext) -> ToolAnswer:
-        where, limit_s = f"the MCP server {self.server.settings.mcp}", self.server.settings.timeout_s
-        async with asyncio.timeout(context.limit_s), self.server.slots:
-            try:
-                async with asyncio.timeout(limit_s) as own:
-                    result = await self.server.call(self.name, arguments)
-            except TimeoutError:
-                if not own.expired():
-                    raise
-                return ToolAnswer(ToolOutcome.TIMEOUT, format_refusal(f"{self.name} took longer than {limit_s:g} s"))
-            except Exception as error:
-                raise RuntimeError(f"{where}: {_innermost(error)}") from error
+    async def run(self, arguments: dict[str, Any], context: CallContext) -> tuple[ToolOutcome, str]:
+        def failed(error: BaseException) -> Exception:
+            return RuntimeError(f"the MCP server {self.server.settings.mcp}: {_innermost(error)}")
+
+        result = await self.limited(self.server.call, {"name": self.name, "arguments": arguments}, failed)
         text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
-        outcome = ToolOutcome.ERROR if result.is_error else ToolOutcome.OK
-        text = format_refusal(text) if result.is_error else text
-        return ToolAnswer(outcome, truncate(text, self.max_length, self.truncate_side))
+        if result.is_error:
+            raise ToolError(text)
+        return ToolOutcome.OK, text
 
 
 def _innermost(error: BaseException) -> str:

@@ -20,9 +20,8 @@ from pydantic.errors import PydanticSchemaGenerationError
 from rstar2_megatron.data.json_text import json_type
 from rstar2_megatron.extension import ToolError
 from rstar2_megatron.extension.user_code import UserCode, UserCodeError
-from rstar2_megatron.rollout.tool import CallContext, Judge, Tool, ToolAnswer
-from rstar2_megatron.rollout.tool_response import format_refusal, truncate
-from rstar2_megatron.rollout.user_call import start
+from rstar2_megatron.rollout.tool import CallContext, Judge, LimitedTool, Malformed
+from rstar2_megatron.rollout.user_call import TookTooLong
 from rstar2_megatron.settings.schema import AgentLoopSettings, OwnToolSettings
 from rstar2_megatron.tools import ToolSchema
 from rstar2_megatron.trajectory import Problem, ToolOutcome
@@ -41,17 +40,15 @@ class _State:
 
 
 class Timeout(Exception):
-    """The tool ran past its own time limit."""
+    """By this name it is counted that an instance did not open in time."""
 
 
-class OwnTool(Tool):
+class OwnTool(LimitedTool):
     """Raises UserCodeError when it is made from code that is no tool; the message says what to write."""
 
     def __init__(self, settings: OwnToolSettings, agentloop: AgentLoopSettings) -> None:
         self.code: UserCode = settings.use
-        self.settings = settings
-        self.max_length = settings.max_length or agentloop.max_tool_response_length
-        self.truncate_side = agentloop.tool_response_truncate_side
+        self._given = given = settings.settings
         label, target = self.code.label, self.code.load()
         self._target = target
         self.has_session = inspect.isclass(target)
@@ -66,7 +63,6 @@ class OwnTool(Tool):
         ):
             kind = "class without __call__" if self.has_session else type(target).__name__
             raise UserCodeError(f"{label} is a {kind}; a tool is a function, or a class with __call__")
-        given = settings.settings
         try:
             inspect.signature(target).bind(**given) if self.has_session else inspect.signature(target).bind_partial(**given)
         except (TypeError, ValueError) as error:
@@ -75,42 +71,58 @@ class OwnTool(Tool):
         self._takes_problem = [n for n, one in parameters.items() if n == _PROBLEM or one.annotation is Problem]
         hidden = [*self._takes_problem, *([] if self.has_session else given)]
         shown = {n: one for n, one in parameters.items() if n not in hidden}
-        super().__init__(_schema(label, name, inspect.getdoc(self._call), shown))
+        super().__init__(_schema(label, name, inspect.getdoc(self._call), shown), settings, agentloop)
         self._adapters: dict[str, TypeAdapter[Any]] = {}
         for n, one in shown.items():
             try:
                 self._adapters[n] = TypeAdapter(one.annotation)
             except PydanticSchemaGenerationError:
                 raise UserCodeError(f"parameter {n!r} of {label} has the type {one.annotation}, which no JSON fits") from None
-        self._slots = asyncio.Semaphore(settings.max_concurrency)
-        self._running = 0
         self._states: dict[str, _State] = {}
 
     # ------------------------------------------------------------------------------------------ one call
 
-    async def run(self, arguments: dict[str, Any], context: CallContext) -> ToolAnswer:
-        try:
-            values = self._validated(arguments)
-        except ValueError as error:
-            return ToolAnswer(ToolOutcome.MALFORMED, format_refusal(str(error)))
-        try:
-            async with asyncio.timeout(context.limit_s):
-                outcome, text = ToolOutcome.OK, self._as_text(await self._run(values, context))
-        except ToolError as error:
-            outcome, text = ToolOutcome.ERROR, format_refusal(str(error))
-        except Timeout as error:
-            outcome, text = ToolOutcome.TIMEOUT, format_refusal(str(error))
-        except TimeoutError:  # the user's own are no longer of this type here
-            raise TimeoutError(
-                f"the trajectory's deadline passed in {self.code.label}, of which {self._running} calls were running "
-                f"(max_concurrency={self.settings.max_concurrency})"
-            ) from None
-        text = text.encode(errors="replace").decode()  # half of a surrogate pair is no character
-        return ToolAnswer(outcome, truncate(text, self.max_length, self.truncate_side))
+    async def run(self, arguments: dict[str, Any], context: CallContext) -> tuple[ToolOutcome, str]:
+        values = self._validated(arguments) | dict.fromkeys(self._takes_problem, context.problem)
+        if not self.has_session:
+            return self._answer(await self._limited(self._call, {**self._given, **values}))
+        old = time.monotonic() - _IDLE_S
+        for session in [s for s, state in self._states.items() if state.used < old and not state.lock.locked()]:
+            await self.close(session, context.judge)
+        state = self._states.setdefault(context.session, _State())
+        async with state.lock:
+            state.used = time.monotonic()
+            if state.instance is None:
+                state.instance = await self._opened(context)
+            return self._answer(await self._limited(state.instance, values))
 
-    def _as_text(self, value: Any) -> str:
+    async def _opened(self, context: CallContext) -> Any:
         try:
-            return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            instance = await self._limited(self._target, self._given)
+            if opening := getattr(instance, "open", None):
+                takes = {_PROBLEM: context.problem} if _PROBLEM in inspect.signature(opening).parameters else {}
+                await self._limited(opening, takes)
+        except TookTooLong:  # the model has no part in it
+            said = f"tool {self.code.label} was not open within {self.limits.timeout_s:g} s"
+            raise UserCodeError(said) from Timeout()
+        return instance
+
+    async def _limited(self, function: Callable[..., Any], values: dict[str, Any]) -> Any:
+        """Raises ToolError, TookTooLong, UserCodeError."""
+
+        def failed(error: BaseException) -> Exception:
+            if isinstance(error, ToolError):
+                return error
+            return UserCodeError(f"tool {self.code.label} failed: {self.code.blame(error)}")
+
+        return await self.limited(function, values, failed)
+
+    def __str__(self) -> str:
+        return f"{self.code.label}, of which {self.running} calls were running (max_concurrency={self.limits.max_concurrency})"
+
+    def _answer(self, value: Any) -> tuple[ToolOutcome, str]:
+        try:
+            return ToolOutcome.OK, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         except (TypeError, ValueError, RecursionError) as error:
             said = f"tool {self.code.label} returned a {type(value).__name__}, which is not JSON ({error})"
             raise UserCodeError(f"{said}; a tool returns a text, or what JSON can hold") from error
@@ -124,58 +136,8 @@ class OwnTool(Tool):
                 first = error.errors()[0]
                 place = ".".join(str(part) for part in (name, *first["loc"]))
                 said = first["msg"].removeprefix("Value error, ")
-                raise ValueError(
-                    f'Argument "{place}": {said[:1].lower()}{said[1:]}, got {json_type(first["input"])}.'
-                ) from None
+                raise Malformed(f'Argument "{place}": {said[:1].lower()}{said[1:]}, got {json_type(first["input"])}.') from None
         return values
-
-    async def _run(self, values: dict[str, Any], context: CallContext) -> Any:
-        problem = dict.fromkeys(self._takes_problem, context.problem)
-        if not self.has_session:
-            return await self._limited(self._call, {**self.settings.settings, **values, **problem})
-        old = time.monotonic() - _IDLE_S
-        for session in [s for s, state in self._states.items() if state.used < old and not state.lock.locked()]:
-            await self.close(session, context.judge)
-        state = self._states.setdefault(context.session, _State())
-        async with state.lock:
-            state.used = time.monotonic()
-            if state.instance is None:
-                try:
-                    instance = await self._limited(self._target, self.settings.settings)
-                    if opening := getattr(instance, "open", None):
-                        takes = {_PROBLEM: context.problem} if _PROBLEM in inspect.signature(opening).parameters else {}
-                        await self._limited(opening, takes)
-                except Timeout as error:  # the model has no part in it
-                    raise UserCodeError(f"tool {self.code.label} was not open within {self.settings.timeout_s:g} s") from error
-                state.instance = instance
-            return await self._limited(state.instance, {**values, **problem})
-
-    async def _limited(self, function: Callable[..., Any], values: dict[str, Any]) -> Any:
-        """Run the user's code within the tool's limits. Raises ToolError, Timeout, UserCodeError.
-
-        A thread that goes on after its time keeps its place among `max_concurrency`.
-        """
-        await self._slots.acquire()
-        self._running += 1
-        work = start(function, (), values)
-        work.add_done_callback(self._ended)
-        try:
-            done, _ = await asyncio.wait({work}, timeout=self.settings.timeout_s)
-        finally:
-            if isinstance(work, asyncio.Task):  # a thread cannot be ended
-                work.cancel()
-        if not done:
-            raise Timeout(f"{self.name} took longer than {self.settings.timeout_s:g} s")
-        value, error = (None, asyncio.CancelledError()) if work.cancelled() else work.result()
-        if isinstance(error, ToolError):
-            raise error
-        if error is not None:
-            raise UserCodeError(f"tool {self.code.label} failed: {self.code.blame(error)}") from error
-        return value
-
-    def _ended(self, work: asyncio.Future[Any]) -> None:
-        self._running -= 1
-        self._slots.release()
 
     # ------------------------------------------------------------------------------------ trajectory's state
 
@@ -185,7 +147,7 @@ class OwnTool(Tool):
     async def close(self, session: str, judge: Judge) -> None:
         state = self._states.pop(session, None)
         if state is not None and (closing := getattr(state.instance, "close", None)):
-            with contextlib.suppress(ToolError, Timeout, UserCodeError):  # the trajectory is complete without it
+            with contextlib.suppress(ToolError, TookTooLong, UserCodeError):  # the trajectory is complete without it
                 await self._limited(closing, {})
 
 

@@ -63,39 +63,30 @@ class Unfinished:
     """Groups that were begun in the run so far."""
 
 
+@dataclass
 class RolloutPhase:
     """Groups of `group_size` rollouts each. `tail` (`rollout.tail` of the YAML) sets when the phase is over."""
 
-    def __init__(
-        self,
-        queue: WorkQueue,
-        group_size: int,
-        *,
-        tail: Tail = "wait",
-        may_cut: MayCut = lambda ended, missing: False,
-        carry_share: float = 0.1,
-        max_carry_age: int = 1,
-        first: int = 0,
-    ) -> None:
-        """first: number of the first group; the others follow."""
-        self.queue = queue
-        self.group_size = group_size
-        self.tail = tail
-        self._may_cut = may_cut
-        self._carry_share = carry_share
-        self._max_carry_age = max_carry_age
-        self._next = first
-        self._open: dict[int, OpenGroup] = {}
-        self._closed: dict[int, OpenGroup] = {}
-        self.reported: Counter[int] = Counter()
-        """Trajectories that came back from each engine, parked ones included."""
-        self.handed_out = False  # the phase is ending: engines get no more work
+    queue: WorkQueue
+    group_size: int
+    tail: Tail = "wait"
+    may_cut: MayCut = lambda ended, missing: False
+    carry_share: float = 0.1
+    max_carry_age: int = 1
+    next_number: int = 0
+    """Number of the group that will be added next."""
+    open_groups: dict[int, OpenGroup] = field(default_factory=dict)
+    """By number."""
+    reported: Counter[int] = field(default_factory=Counter)
+    """Trajectories that came back from each engine, parked ones included."""
+    handed_out: bool = False  # the phase is ending: engines get no more work
+    _closed: dict[int, OpenGroup] = field(default_factory=dict)
 
     def add(self, groups: Sequence[OpenGroup]) -> range:
         """Add groups to roll out; returns their numbers. A group of an earlier phase keeps its trajectories."""
-        numbers = range(self._next, self._next + len(groups))
-        self._next += len(groups)
-        self._open |= dict(zip(numbers, groups, strict=True))
+        numbers = range(self.next_number, self.next_number + len(groups))
+        self.next_number += len(groups)
+        self.open_groups |= dict(zip(numbers, groups, strict=True))
         self.queue.add([(number, group.missing) for number, group in zip(numbers, groups, strict=True)])
         return numbers
 
@@ -107,23 +98,13 @@ class RolloutPhase:
         if self._closed.pop(number, None) is not None:
             self.queue.forget(number)
 
-    @property
-    def next_number(self) -> int:
-        """Number of the group that will be added next."""
-        return self._next
-
-    @property
-    def open_groups(self) -> dict[int, OpenGroup]:
-        """By number."""
-        return dict(self._open)
-
     def take(self, engine: int, room: int, now: float) -> list[Slice]:
         """Work for `engine`: one slice, or several if it has room and enough is left for the others."""
         slices: list[Slice] = []
         wanted = min(room, self.queue.left // (2 * self.queue.num_engines))
         while (taken := self.queue.take(engine, now)) is not None:
             number, indices = taken
-            group = self._open[number]
+            group = self.open_groups[number]
             parked = {index: group.parked.pop(index) for index in indices if index in group.parked}
             seeds = getattr(group, "number", 0)  # groups of older checkpoints have none
             slices.append(Slice(number, group.problem, indices, parked, seeds))
@@ -139,7 +120,7 @@ class RolloutPhase:
         loss it is queued again.
         """
         self.reported[engine] += 1
-        group = self._open[number]
+        group = self.open_groups[number]
         self.queue.ended(engine, number, trajectory.rollout_index, now)
         if trajectory.finish_reason is None:
             group.parked[trajectory.rollout_index] = trajectory
@@ -149,7 +130,7 @@ class RolloutPhase:
         group.ended[trajectory.rollout_index] = trajectory
         if group.missing:
             return None
-        self._closed[number] = self._open.pop(number)
+        self._closed[number] = self.open_groups.pop(number)
         return group.close()
 
     def lose_worker(self, engine: int) -> list[int]:
@@ -163,7 +144,7 @@ class RolloutPhase:
         last = self.handed_out and not self.queue.endless
         if not self.handed_out:
             self.queue.take_back(engine)
-        for number, group in {**self._open, **self._closed}.items():
+        for number, group in {**self.open_groups, **self._closed}.items():
             held = [i for i, t in group.ended.items() if t.held and t.held.worker == engine]
             if held and number in self._closed and last:
                 drop_held([group.ended[index] for index in held], engine)
@@ -173,13 +154,13 @@ class RolloutPhase:
                 if not self.handed_out:
                     self.queue.give_back(number, index)
             if held and number in self._closed:
-                self._open[number] = self._closed.pop(number)
+                self.open_groups[number] = self._closed.pop(number)
                 reopened.append(number)
         return reopened
 
     @property
     def num_open(self) -> int:
-        return len(self._open)
+        return len(self.open_groups)
 
     @property
     def num_closed(self) -> int:
@@ -188,27 +169,27 @@ class RolloutPhase:
     @property
     def over(self) -> bool:
         """Whether the phase can end without waiting for further trajectories."""
-        if not self._open:
+        if not self.open_groups:
             return True
         if self.tail == "cut":
             return all(
-                self._may_cut([t for t in group.ended.values() if t.usable], len(group.missing))
-                for group in self._open.values()
+                self.may_cut([t for t in group.ended.values() if t.usable], len(group.missing))
+                for group in self.open_groups.values()
             )
         if self.tail == "carry":
-            few = len(self._open) <= self._carry_share * (len(self._open) + len(self._closed))
-            return few and all(group.carried < self._max_carry_age for group in self._open.values())
+            few = len(self.open_groups) <= self.carry_share * (len(self.open_groups) + len(self._closed))
+            return few and all(group.carried < self.max_carry_age for group in self.open_groups.values())
         return False
 
     def finish(self) -> tuple[list[Group], list[OpenGroup]]:
         """(groups of this phase in their order, groups carried into the next phase)."""
         carried: list[OpenGroup] = []
         if self.tail == "carry":
-            carried = list(self._open.values())
+            carried = list(self.open_groups.values())
             for group in carried:
                 group.carried += 1
         else:
-            self._closed |= self._open
+            self._closed |= self.open_groups
         return [self._closed[number].close() for number in sorted(self._closed)], carried
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rstar2_megatron.extension import ToolError
 from rstar2_megatron.rollout.tool_response import ToolRun
+from rstar2_megatron.rollout.user_call import TookTooLong, call_user
+from rstar2_megatron.settings.sections.environment import AgentLoopSettings, ToolLimits
 from rstar2_megatron.tools import ToolSchema, tool_name
 from rstar2_megatron.trajectory import Problem, ToolOutcome
 
@@ -27,16 +32,11 @@ class CallContext:
     problem: Problem
     judge: Judge
     session: str  # names the trajectory's state in tools that have one
-    limit_s: float  # until the trajectory's deadline
     shown_seconds: float | None = None  # written as the execution time; None: the measured one
 
 
-@dataclass(frozen=True, slots=True)
-class ToolAnswer:
-    """How a call ended, and what the model reads."""
-
-    outcome: ToolOutcome
-    text: str
+class Malformed(ToolError):
+    """The arguments do not fit, as the types of the user's function show."""
 
 
 class Tool:
@@ -45,17 +45,24 @@ class Tool:
     has_session = False
     """Calls of one trajectory share state, which earlier calls make again where it is lost."""
 
-    def __init__(self, schema: ToolSchema) -> None:
+    def __init__(self, schema: ToolSchema, max_length: int) -> None:
+        """max_length: characters of a result that the model reads."""
         self.schema = schema
+        self.max_length = max_length
 
     @property
     def name(self) -> str:
         return tool_name(self.schema)
 
-    async def run(self, arguments: dict[str, Any], context: CallContext) -> ToolAnswer:
-        """One call with arguments that fit the schema. It ends within `context.limit_s`.
+    def __str__(self) -> str:
+        """For people: what a call is waiting for."""
+        return self.name
 
-        Whatever it raises is a failure of the infrastructure, never of the model; UserCodeError: of the user's code.
+    async def run(self, arguments: dict[str, Any], context: CallContext) -> tuple[ToolOutcome, str]:
+        """One call with arguments that fit the schema: how it ended, and what the model reads.
+
+        Of the model are ToolError, TookTooLong. Whatever else it raises is a failure of the infrastructure; UserCodeError: of
+        the user's code.
         """
         raise NotImplementedError
 
@@ -68,3 +75,28 @@ class Tool:
 
     async def close(self, session: str, judge: Judge) -> None:
         """The trajectory has ended. Does not raise."""
+
+
+class LimitedTool(Tool):
+    """A tool that is not the judge's, with the limits that the YAML gives it."""
+
+    def __init__(self, schema: ToolSchema, limits: ToolLimits, agentloop: AgentLoopSettings) -> None:
+        super().__init__(schema, limits.max_length or agentloop.max_tool_response_length)
+        self.limits = limits
+        self.slots = asyncio.Semaphore(limits.max_concurrency)
+        self.running = 0
+
+    async def limited(
+        self, function: Callable[..., Any], values: dict[str, Any], failed: Callable[[BaseException], Exception]
+    ) -> Any:
+        """`call_user` within the limits. A thread that goes on after its time keeps its place among `max_concurrency`."""
+        await self.slots.acquire()
+        self.running += 1
+        try:
+            return await call_user(function, (), values, self.limits.timeout_s, failed, self._ended)
+        except TookTooLong:
+            raise TookTooLong(f"{self.name} took longer than {self.limits.timeout_s:g} s") from None
+
+    def _ended(self, _: object) -> None:
+        self.running -= 1
+        self.slots.release()

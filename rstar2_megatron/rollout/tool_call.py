@@ -94,16 +94,15 @@ def _parse_one(text: str, start: int, close: int, schemas: Sequence[ToolSchema])
         body, end = json.JSONDecoder().raw_decode(text, start)
     except (ValueError, RecursionError) as error:
         if close < 0:
-            return _unclosed(), 0
-        what, remedy = json_fault(error, start)
-        return refused(CallStatus.BAD_JSON, f"Tool call is not valid JSON: {what}; {remedy}."), 0
+            return unclosed(CLOSE), 0
+        return bad_json(error, start), 0
     rest = end
     while rest < len(text) and text[rest] in _WHITESPACE:
         rest += 1
     if text.startswith(CLOSE, rest):
         return check_body(body, schemas), rest + len(CLOSE)
     if close < 0:
-        return _unclosed(), 0
+        return unclosed(CLOSE), 0
     return refused(CallStatus.BAD_JSON, f"Tool call has text after its JSON object: {quote(text[rest:close])}"), 0
 
 
@@ -112,8 +111,13 @@ def refused(status: CallStatus, message: str, name: str = "") -> ParsedCall:
     return ParsedCall(status, name, message=shortened(message, _MESSAGE_CHARS))
 
 
-def _unclosed() -> ParsedCall:
-    return ParsedCall(CallStatus.UNCLOSED, message=f"Tool call was not closed with {CLOSE}.")
+def bad_json(error: ValueError | RecursionError, start: int) -> ParsedCall:
+    what, remedy = json_fault(error, start)
+    return refused(CallStatus.BAD_JSON, f"Tool call is not valid JSON: {what}; {remedy}.")
+
+
+def unclosed(mark: str) -> ParsedCall:
+    return ParsedCall(CallStatus.UNCLOSED, message=f"Tool call was not closed with {mark}.")
 
 
 def shortened(text: str, limit: int) -> str:

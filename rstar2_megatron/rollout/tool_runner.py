@@ -9,12 +9,14 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 
+from rstar2_megatron.extension import ToolError
 from rstar2_megatron.extension.user_code import UserCodeError
 from rstar2_megatron.records.trace import TOOLS, TRACE
 from rstar2_megatron.rollout.stats import RolloutStats
-from rstar2_megatron.rollout.tool import CallContext, Judge, Tool, ToolAnswer
+from rstar2_megatron.rollout.tool import CallContext, Judge, Malformed, Tool
 from rstar2_megatron.rollout.tool_call import CallStatus, ParsedCall
-from rstar2_megatron.rollout.tool_response import NOISE, format_refusal
+from rstar2_megatron.rollout.tool_response import NOISE, format_refusal, truncate
+from rstar2_megatron.rollout.user_call import TookTooLong
 from rstar2_megatron.settings.schema import AgentLoopSettings
 from rstar2_megatron.trajectory import Problem, ToolCall, ToolOutcome, Trajectory
 
@@ -28,6 +30,7 @@ class ToolRunner:
         self.judge = judge
         self.settings = settings
         self.tools = {tool.name: tool for tool in tools}
+        self._with_state = [tool for tool in tools if tool.has_session]
         self.shown_seconds: float | None = None
         """Shown to the model as every execution time, so that equal calls give equal tokens; None: the measured time."""
 
@@ -72,11 +75,9 @@ class ToolRunner:
         A trajectory that runs from its beginning keeps its state, so nothing is replayed; one that continues another one's
         turns, or came from another process, does not have it.
         """
-        called = [
-            tool for name, tool in self.tools.items() if tool.has_session and any(c.valid and c.name == name for c in calls)
-        ]
+        called = [tool for tool in self._with_state if any(c.valid and c.name == tool.name for c in calls)]
         if called and not trajectory.session:
-            called = [tool for tool in self.tools.values() if tool.has_session]
+            called = self._with_state
         lost = {tool.name for tool in called if not tool.is_open(trajectory.session)}
         return [
             ParsedCall(CallStatus.VALID, done.name, done.arguments)
@@ -87,18 +88,16 @@ class ToolRunner:
     def expect(self, trajectory: Trajectory) -> None:
         """A trajectory continues: the state that it has in its tools must still be there."""
         if trajectory.session:
-            for tool in self.tools.values():
-                if tool.has_session:
-                    tool.expect(trajectory.session, self.judge)
+            for tool in self._with_state:
+                tool.expect(trajectory.session, self.judge)
 
     async def close(self, trajectory: Trajectory) -> None:
         """Close the trajectory's state in its tools, if it has any."""
         if trajectory.session:
-            for tool in self.tools.values():
-                if tool.has_session:
-                    with contextlib.suppress(TimeoutError):  # the judge also ends the session after its time to live
-                        async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-                            await tool.close(trajectory.session, self.judge)
+            for tool in self._with_state:
+                with contextlib.suppress(TimeoutError):  # the judge also ends the session after its time to live
+                    async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                        await tool.close(trajectory.session, self.judge)
             trajectory.session = ""
 
     async def _run_one(
@@ -112,17 +111,27 @@ class ToolRunner:
         tool = self.tools[call.name]
         if tool.has_session:
             trajectory.session = trajectory.session or uuid.uuid4().hex  # the name alone gives access
-        context = CallContext(problem, self.judge, trajectory.session, limit_s, self.shown_seconds)
+        context = CallContext(problem, self.judge, trajectory.session, self.shown_seconds)
         begun = time.monotonic()
         try:
             with TRACE.span(call.name, TOOLS, trajectory=f"{trajectory.query_id}#{trajectory.rollout_index}"):
-                answer = await tool.run(call.arguments, context)
-        except Exception as error:  # JudgeUnavailable, the deadline, the user's code
-            text = f"{type(error).__name__}: {error}"
-            if isinstance(error, UserCodeError):
-                text, trajectory.user_error = str(error), type(error.__cause__).__name__
-            answer = ToolAnswer(ToolOutcome.INFRASTRUCTURE, text)
-        return ToolCall(call.name, call.arguments, answer.outcome, answer.text, time.monotonic() - begun)
+                async with asyncio.timeout(limit_s) as deadline:
+                    outcome, text = await tool.run(call.arguments, context)
+        except Malformed as error:
+            outcome, text = ToolOutcome.MALFORMED, format_refusal(str(error))
+        except ToolError as error:
+            outcome, text = ToolOutcome.ERROR, format_refusal(str(error))
+        except TookTooLong as error:
+            outcome, text = ToolOutcome.TIMEOUT, format_refusal(str(error))
+        except UserCodeError as error:
+            outcome, text, trajectory.user_error = ToolOutcome.INFRASTRUCTURE, str(error), error.kind
+        except Exception as error:  # JudgeUnavailable, the deadline
+            late = f"the trajectory's deadline passed in {tool}" if deadline.expired() else error
+            outcome, text = ToolOutcome.INFRASTRUCTURE, f"{type(error).__name__}: {late}"
+        text = text.encode(errors="replace").decode()  # half of a surrogate pair is no character
+        if outcome not in (ToolOutcome.MALFORMED, ToolOutcome.INFRASTRUCTURE):  # why a call was refused is shown whole
+            text = truncate(text, tool.max_length, self.settings.tool_response_truncate_side)
+        return ToolCall(call.name, call.arguments, outcome, text, time.monotonic() - begun)
 
 
 def _draw(trajectory: Trajectory, call: ParsedCall) -> float:

@@ -29,7 +29,7 @@ def tools_of(settings: AgentLoopSettings) -> list[Tool]:
     tools: list[Tool] = []
     known = TOOL_SCHEMAS | {name: tool.schema for name, tool in own.items()}
     for name, schema in zip(names, tool_schemas(names, settings.tool_descriptions, known)):
-        tools.append(own.get(name) or JudgeTool(schema, settings))
+        tools.append(own.get(name) or JudgeTool(schema, settings.max_tool_response_length))
         tools[-1].schema = schema
     return tools
 

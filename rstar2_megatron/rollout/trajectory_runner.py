@@ -30,7 +30,6 @@ _Key = tuple[int, int]  # group, rollout index
 class _Waiting:
     work: Slice
     since: float
-    preempted: bool = False  # the tokens are in work.parked
 
 
 class TrajectoryRunner:
@@ -110,9 +109,7 @@ class TrajectoryRunner:
         """
         self._no_more = True
         self.loop.parking, self.loop.cutting = True, cut
-        self.scheduler.withdraw()
-        waiting, self._waiting = self._waiting, {}
-        for (_, index), one in waiting.items():
+        for index, one in self._withdraw():
             if index in one.work.parked:  # preempted, or carried and not restarted yet
                 await self._hand_back(one.work, one.work.parked[index])
         with contextlib.suppress(EngineLost, EngineError):  # a lost engine runs nothing
@@ -125,10 +122,14 @@ class TrajectoryRunner:
             if self._on_engine_gone is None:
                 raise EngineLost(self.loop.engine_gone)
             await self._on_engine_gone(self.loop.engine_gone)
+        for index, one in self._withdraw():
+            await self._hand_back(one.work, one.work.parked.get(index) or Trajectory(one.work.problem.query_id, index))
+
+    def _withdraw(self) -> list[tuple[int, _Waiting]]:
+        """Take back everything that waits: (rollout index, what waits)."""
         self.scheduler.withdraw()
         waiting, self._waiting = self._waiting, {}
-        for (_, index), one in waiting.items():
-            await self._hand_back(one.work, one.work.parked.get(index) or _unstarted(one.work, index))
+        return [(index, one) for (_, index), one in waiting.items()]
 
     def observe(self, report: EngineReport) -> None:
         """Pass an engine report on: lengths and evictions to the scheduler, the load to the statistics."""
@@ -238,7 +239,7 @@ class TrajectoryRunner:
             self._wake.set()
         if preempted:
             work.parked[key[1]] = trajectory
-            self._waiting[key] = _Waiting(work, time.monotonic(), preempted=True)
+            self._waiting[key] = _Waiting(work, time.monotonic())  # its tokens are in work.parked
             self.scheduler.requeue(self._admission(work, key[1], self._prompt_tokens(work)))
         else:
             await self._on_trajectory(work, trajectory)
@@ -266,7 +267,3 @@ class TrajectoryRunner:
         if futures:
             await asyncio.wait(futures)
         self.scheduler.withdraw()
-
-
-def _unstarted(work: Slice, index: int) -> Trajectory:
-    return Trajectory(work.problem.query_id, index)

@@ -97,7 +97,7 @@ def make(read: Callable[..., RewardSettings]) -> Iterator[Callable[..., Rewards]
     yield rewards
     for one in made:
         one.close()
-    assert not [p for p in psutil.Process().children() if "own_worker" in " ".join(p.cmdline())], "nothing is left"
+    assert not [p for p in psutil.Process().children() if "reward.worker" in " ".join(p.cmdline())], "nothing is left"
 
 
 async def graded(rewards: Rewards, *trajectories: Trajectory) -> list[Trajectory]:

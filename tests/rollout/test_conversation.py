@@ -241,7 +241,7 @@ async def test_limits_end_a_loop_whatever_it_catches(tokenizer: Any, code: Any) 
         ("none", "UserCodeError", "step returned NoneType"),
         ("nan", "UserCodeError", "step gave the reward nan, which is no finite number"),
         ("bytes", "UserCodeError", "returned an observation of type bytes, not a text"),
-        ("exit", "RuntimeError", "SystemExit: 1"),
+        ("exit", "SystemExit", "in step: SystemExit: 1"),
     ],
 )
 async def test_failures_of_an_environment_drop_with_the_reason(

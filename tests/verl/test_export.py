@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import pyarrow.parquet as pq
@@ -38,6 +39,12 @@ class OneToken:
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return [0]
+
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], chat_template: str, add_generation_prompt: bool, **_: Any
+    ) -> str:
+        rendered = jinja2.Environment().from_string(chat_template)
+        return rendered.render(messages=messages, add_generation_prompt=add_generation_prompt)
 
 
 def test_verl_renders_the_prompt_and_the_tool_response_that_we_train_on(settings: Settings) -> None:

@@ -75,7 +75,7 @@ class ContinuousRollout(PhaseEvents):
         rollout = self._settings.rollout
         self._end.phases += 1
         queue = WorkQueue(rollout.scheduler, len(self._end.engines), rollout.slice_size, endless=True)
-        phase = RolloutPhase(queue, self._spec.samples, first=self._next_number)
+        phase = RolloutPhase(queue, self._spec.samples, next_number=self._next_number)
         spec = replace(self._spec, phase=self._end.phases)
         self._server = PhaseServer(self._end, phase, spec, "rollout", self)
         unfinished, self._left.open = self._left.open, []

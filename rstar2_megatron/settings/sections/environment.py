@@ -86,34 +86,33 @@ class RewardSettings(Section):
         return self
 
 
-class OwnToolSettings(Section):
-    """A tool of the user with its limits."""
+class ToolLimits(Section):
+    """Limits of a tool that is not the judge's."""
 
-    use: UserCode
-    """A typed, documented function, or a class with `__call__`: `path/to/file.py:name` or `package.module:name`."""
     timeout_s: float = Field(30.0, gt=0)
     """A call that takes longer is a timeout, which counts as an error of the model."""
     max_concurrency: int = Field(32, ge=1)
     """Calls at the same time in each rollout worker; further ones wait, and their time does not count as the tool's."""
     max_length: int | None = Field(None, ge=16)
     """Characters of a result shown to the model; null: agentloop.max_tool_response_length."""
+
+
+class OwnToolSettings(ToolLimits):
+    """A tool of the user."""
+
+    use: UserCode
+    """A typed, documented function, or a class with `__call__`: `path/to/file.py:name` or `package.module:name`."""
     settings: dict[str, Any] = {}
     """Arguments of the function that the model does not see, or of the class when it is made."""
 
 
-class McpSettings(Section):
-    """The tools of an MCP server."""
+class McpSettings(ToolLimits):
+    """The tools of an MCP server, which share the limits."""
 
     mcp: str
     """Command that starts it, or its address (http://host:port/mcp). Each rollout worker has its own connection."""
     tools: list[str] | None = None
     """Names of those to use; null: all."""
-    timeout_s: float = Field(30.0, gt=0)
-    """A call that takes longer is a timeout, which counts as an error of the model."""
-    max_concurrency: int = Field(32, ge=1)
-    """Calls at the same time in each rollout worker."""
-    max_length: int | None = Field(None, ge=16)
-    """Characters of a result shown to the model; null: agentloop.max_tool_response_length."""
 
 
 def _kind_of_tool(value: Any) -> str:
