@@ -46,6 +46,7 @@ _DEGREE = re.compile(r"\^\s*\{?\s*\\circ(?![a-zA-Z])\s*\}?|\\degree(?![a-zA-Z])"
 _ANGLE = re.compile(r"(\d+(?:\.\d+)?)\s*\\deg\s*(\d+(?:\.\d+)?)\s*'(?!')(?:\s*(\d+(?:\.\d+)?)\s*(?:''|\"))?")
 _REPEATING = re.compile(r"(?<![\d.])(\d{1,50})\.(\d{0,50})\s*((?:\\(?:overline|bar|dot)\s*(?:\{\s*\d{1,50}\s*\}|\d))+)")
 _THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(,|\{,\}|,\\!|\\,|\\ | |~)\d{3}(?:\1\d{3})*(?!\d|,\d)")
+_POWER_OF_TEN = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)e([+-]\d{2,3})(?![\w.^])")  # as Python prints it: 1e3 may be 3e
 _ACCENT = r"\\(?:overline|bar|vec|hat|tilde|overrightarrow|mathcal|mathbb)"
 _BASE = r"(?:[A-Za-z]|\\(?:alpha|beta|gamma|delta|theta|lambda|mu|sigma|phi|omega))"
 _ALONE = re.compile(rf"(?<!\\)\{{ (\w|(?!\\(?:frac|binom|{'|'.join(FUNCTIONS)}) )\\[a-z]+) \}}")
@@ -65,6 +66,7 @@ def spell(answer: str) -> str:
     text = re.sub("[⁰¹²³⁴-⁹⁺⁻ⁿ]+", lambda m: f"^{{{_ascii(m.group())}}}", text)
     text = re.sub("[₀-₉₊₋]+", lambda m: f"_{{{_ascii(m.group())}}}", text)
     text = re.sub("[¼-¾⅐-⅞]", lambda m: "\\frac{" + _ascii(m.group()).replace("⁄", "}{") + "}", text)
+    text = _POWER_OF_TEN.sub(r"\1 \\cdot 10^{\2}", text)
     text = re.sub("[α-ω]", lambda m: f"\\{unicodedata.name(m.group()).split()[-1].lower()} ", text)
     if text.replace("\\$", "").count("$") != 1:  # a single one is a currency
         text = re.sub(r"(?<!\\)\$", " ", text)
