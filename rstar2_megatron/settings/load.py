@@ -189,6 +189,7 @@ def _compose(directory: Path, name: str, overrides: Sequence[str]) -> dict[str, 
     placements = [word for word in overrides if word.lstrip("+").startswith(_PLACEMENT)]
     # `++key=value` also sets a key which the YAML does not have.
     words = [word if word.startswith("~") else "++" + word.lstrip("+") for word in overrides if word not in placements]
+    words += [f"++{_PLACEMENT}null"] if placements else []  # the YAML may have none: ???
     if directory != CONFIG_DIR:
         words.append(f"hydra.searchpath=['file://{CONFIG_DIR}']")
     GlobalHydra.instance().clear()
