@@ -33,6 +33,7 @@ class Nodes:
         self._others: list[Any] = []
         self._address = "127.0.0.1"
         self._head: Any = None
+        self._uses_ray = False
 
     def __len__(self) -> int:
         return 1 + len(self._others)
@@ -60,6 +61,7 @@ class Nodes:
             self._head = RayHead(num_cpus=16)
             self._head.start()
         address = os.environ["RAY_ADDRESS"]
+        self._uses_ray = True
         try:
             check_answers(address)
             ray.init(address=address, namespace="rstar2-check", logging_level=logging.ERROR, log_to_driver=False)
@@ -162,10 +164,11 @@ class Nodes:
         """End processes, agents, and the Ray head if it is ours. Safe to call twice."""
         self.free()
         self._others = []
-        with contextlib.suppress(Exception):
+        if self._uses_ray:  # importing Ray here would be before its environment is set (`start_ray`)
             import ray
 
-            ray.shutdown()
+            with contextlib.suppress(Exception):
+                ray.shutdown()
         if self._head is not None:
             self._head.stop()
             self._head = None
