@@ -22,10 +22,9 @@ from rstar2_megatron.rollout.phase import RolloutPhase
 from rstar2_megatron.rollout.scheduling.work_queue import WorkQueue
 from rstar2_megatron.settings.load import load_settings
 from rstar2_megatron.settings.placement import Slots
-from rstar2_megatron.settings.planning.batch import trained_trajectories
+from rstar2_megatron.settings.planning.batch import TOKEN_BYTES, trained_trajectories
 from rstar2_megatron.settings.planning.estimates import LINK_BYTES_PER_S, MEAN_LENGTH, engines_of, handover_s, sync_s, train_s
 from rstar2_megatron.settings.planning.plan import make_plan, model_of
-from rstar2_megatron.settings.planning.transport import TOKEN_BYTES
 from rstar2_megatron.trajectory import FinishReason, Problem, Trajectory
 
 RESULTS = Path(__file__).parent / "results"

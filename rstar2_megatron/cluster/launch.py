@@ -27,7 +27,7 @@ from rstar2_megatron.cluster.reward_worker import RewardWorker
 from rstar2_megatron.cluster.rollout_group import RolloutGroup
 from rstar2_megatron.cluster.rollout_worker import RolloutWorker
 from rstar2_megatron.settings.placement import visible_gpus
-from rstar2_megatron.settings.planning.transport import object_store_bytes
+from rstar2_megatron.settings.planning.batch import object_store_bytes
 from rstar2_megatron.settings.schema import ClusterSettings, Settings
 
 __all__ = ["MetricLogger", "TrainingCluster", "await_cluster", "check_progress"]  # two of them are RLinf's

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
-from dataclasses import dataclass, field
 
 from rstar2_megatron.runs.ablation import run_ablation
 from rstar2_megatron.runs.check.command import check
@@ -64,68 +64,42 @@ Examples:
 """
 
 
-@dataclass
-class Arguments:
-    config: str = DEFAULT_CONFIG
-    overrides: list[str] = field(default_factory=list)
-    help: bool = False
-    dry_run: bool = False
-    check: bool = False
-    print_config: bool = False
-    new: dict[str, str] = field(default_factory=dict)
-    """Of --new: its NAME, --model and --data."""
-    ablate: dict[str, str] = field(default_factory=dict)
-    """Of --ablate: its FILE, --arms and --seeds."""
+_FLAGS = ("--help", "--dry-run", "--check", "--print-config")
+_NEW, _ABLATE = ("--new", "--model", "--data"), ("--ablate", "--arms", "--seeds")
+_HYDRA = {"--config-path": "-cp", "--config-name": "-cn"}  # as RLinf's scripts give them
 
 
-def parse(argv: list[str]) -> Arguments:
-    """Split the command line. Raises ConfigError for an unknown flag or a second NAME."""
-    arguments = Arguments()
-    name_given = False
-    directory = ""
-    words = iter(argv)
-    for word in words:
-        option, equals, value = word.partition("=")
-        if option in ("--config-path", "-cp", "--config-name", "-cn"):  # Hydra's, as RLinf's scripts give them
-            value = value if equals else next(words, "")
-            if not value:
-                raise ConfigError(f"{option} has no value")
-            if option in ("--config-path", "-cp"):
-                directory = value
-            else:
-                arguments.config, name_given = value, True
-        elif option in ("--new", "--model", "--data"):
-            arguments.new[option] = value if equals else next(words, "")
-        elif option in ("--ablate", "--arms", "--seeds"):
-            arguments.ablate[option] = value if equals else next(words, "")
-        elif word in ("--help", "-h"):
-            arguments.help = True
-        elif word == "--dry-run":
-            arguments.dry_run = True
-        elif word == "--check":
-            arguments.check = True
-        elif word == "--print-config":
-            arguments.print_config = True
-        elif word.startswith("-"):
-            known = "--help, --dry-run, --check, --print-config, --new, --model, --data, --ablate, --arms, --seeds"
-            known += ", --config-path, --config-name"
-            raise ConfigError(f"unknown option {word}; known: {known}")
-        elif "=" in word or word.startswith("~"):
-            arguments.overrides.append(word)
-        elif name_given:
-            raise ConfigError(f"two configuration names, {arguments.config!r} and {word!r}; overrides are written key=value")
-        else:
-            arguments.config, name_given = word, True
-    if arguments.new and (missing := [o for o in ("--new", "--model", "--data") if not arguments.new.get(o)]):
+def parse(argv: list[str]) -> argparse.Namespace:
+    """`config` (NAME), `overrides`, and each option by its name. Raises ConfigError for an unknown one or a second NAME."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag in _FLAGS:
+        parser.add_argument(flag, *(["-h"] if flag == "--help" else []), action="store_true")
+    for option in (*_NEW, *_ABLATE):
+        parser.add_argument(option, nargs="?", const="")
+    for option, short in _HYDRA.items():
+        parser.add_argument(option, short, nargs="?", const="")
+    arguments, words = parser.parse_known_args(argv)
+    known = ", ".join((*_FLAGS, *_NEW, *_ABLATE, *_HYDRA))
+    if unknown := [word for word in words if word.startswith("-")]:
+        raise ConfigError(f"unknown option {unknown[0]}; known: {known}")
+    given = {f"--{name.replace('_', '-')}": value for name, value in vars(arguments).items()}
+    if empty := [option for option in _HYDRA if given[option] == ""]:
+        raise ConfigError(f"{empty[0]} has no value")
+    arguments.overrides = [word for word in words if "=" in word or word.startswith("~")]
+    names = [word for word in words if word not in arguments.overrides]
+    names += [arguments.config_name] if arguments.config_name else []
+    if len(names) > 1:
+        raise ConfigError(f"two configuration names, {names[0]!r} and {names[1]!r}; overrides are written key=value")
+    if any(given[option] is not None for option in _NEW) and (missing := [option for option in _NEW if not given[option]]):
         raise ConfigError(f"{missing[0]} has no value; the whole form: --new NAME --model DIR --data FILE[,FILE]")
-    if arguments.ablate and (not all(arguments.ablate.values()) or "--ablate" not in arguments.ablate or name_given):
+    ablates = [given[option] for option in _ABLATE if given[option] is not None]
+    if ablates and (not all(ablates) or not arguments.ablate or names):
         raise ConfigError(
             "an ablation is --ablate FILE [--arms NAME,NAME] [--seeds N,N] [key=value ...]; FILE names its configuration"
         )
-    if directory and not name_given:
-        raise ConfigError(f"--config-path {directory} needs --config-name NAME, a YAML of that directory")
-    if directory:
-        arguments.config = os.path.join(directory, arguments.config)
+    if arguments.config_path and not names:
+        raise ConfigError(f"--config-path {arguments.config_path} needs --config-name NAME, a YAML of that directory")
+    arguments.config = os.path.join(arguments.config_path or "", *(names or [DEFAULT_CONFIG]))
     return arguments
 
 
@@ -137,13 +111,12 @@ def main(argv: list[str]) -> int:
             print(HELP, end="")
             return 0
         if arguments.new:
-            name, model, data = (arguments.new[option] for option in ("--new", "--model", "--data"))
-            path = write_new_config(name, model, data.split(","))
+            path = write_new_config(arguments.new, arguments.model, arguments.data.split(","))
             print(f"wrote {path}\nplan:  bash run_rstar2.sh {path} --dry-run\ntrain: bash run_rstar2.sh {path}")
             return 0
         if arguments.ablate:
-            arms, seeds = ([x for x in arguments.ablate.get(option, "").split(",") if x] for option in ("--arms", "--seeds"))
-            return run_ablation(arguments.ablate["--ablate"], arguments.overrides, arms, seeds, dry_run=arguments.dry_run)
+            arms, seeds = ([x for x in (names or "").split(",") if x] for names in (arguments.arms, arguments.seeds))
+            return run_ablation(arguments.ablate, arguments.overrides, arms, seeds, dry_run=arguments.dry_run)
         recipes = [word for word in arguments.overrides if word.startswith("recipe=")]
         if recipes:
             return _run_recipe(recipes, arguments)
@@ -160,7 +133,7 @@ def main(argv: list[str]) -> int:
         return 2
 
 
-def _run_recipe(recipes: list[str], arguments: Arguments) -> int:
+def _run_recipe(recipes: list[str], arguments: argparse.Namespace) -> int:
     if arguments.check:
         raise ConfigError("--check proves a machine for one configuration: give the NAME that the recipe's stages use")
     if len(recipes) > 1 or arguments.config != DEFAULT_CONFIG:

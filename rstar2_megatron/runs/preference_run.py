@@ -24,9 +24,8 @@ class PreferenceRun(SFTRun):
 
     def read(self) -> SFTPhaseSettings:
         own, tokenizer = self.section, self._tokenizer()
-        self.compared = self._load(own.train_data_paths, tokenizer)
-        self.kept_back = self._load(own.val_data_paths, tokenizer) if own.val_data_paths else None
-        rows = self.compared
+        rows = self.rows = self._load(own.train_data_paths, tokenizer)
+        self.held_out = self._load(own.val_data_paths, tokenizer) if own.val_data_paths else None
         phase = sft_phase_of(own, len(rows.comparisons)).model_copy(update={"name": "preference"})
         self._say(
             f"preference: {len(rows.comparisons):,} comparisons with {rows.num_pairs:,} pairs from {rows.trees:,} trees, "
@@ -44,20 +43,15 @@ class PreferenceRun(SFTRun):
             check_room(rows.largest, room)
         return rows
 
-    @property
-    def validates(self) -> bool:
-        return self.kept_back is not None
-
     def run_phase(
         self, phase: SFTPhaseSettings, *, start: int, pauses: Sequence[int], after: Callable[[int, list[Metrics]], None]
     ) -> None:
-        timeout, seed, rows = self.settings.runner.step_timeout_s, self.section.seed, self.compared
-        run_preference_phase(self.actor, phase, rows.comparisons, seed, timeout, start=start, pauses=pauses, after=after)
+        timeout, seed = self.settings.runner.step_timeout_s, self.section.seed
+        run_preference_phase(self.actor, phase, self.rows.comparisons, seed, timeout, start=start, pauses=pauses, after=after)
 
     def validate(self) -> Metrics:
-        assert self.kept_back is not None
         size, timeout = self.section.batch_size, self.settings.runner.step_timeout_s
-        found = validate_preferences(self.actor, self.kept_back.comparisons, size, timeout)
+        found = validate_preferences(self.actor, self.held_out.comparisons, size, timeout)
         return {f"eval/preference_{name}": value for name, value in found.items()}
 
     def draw(self) -> Path:

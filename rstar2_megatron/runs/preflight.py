@@ -30,10 +30,10 @@ from rstar2_megatron.services.process import is_loopback
 from rstar2_megatron.settings.asynchronous import asynchronous_problems
 from rstar2_megatron.settings.load import ConfigError
 from rstar2_megatron.settings.placement import Slots, component_slots, gpu_problem, slots_of, visible_gpus, visible_host_gb
+from rstar2_megatron.settings.planning.batch import object_store_problems
 from rstar2_megatron.settings.planning.disk import checkpoint_bytes, disk_needed
 from rstar2_megatron.settings.planning.memory import GB
 from rstar2_megatron.settings.planning.plan import model_of, remedy
-from rstar2_megatron.settings.planning.transport import object_store_problems
 from rstar2_megatron.settings.schema import AlgorithmSettings, Settings
 from rstar2_megatron.settings.sections.algorithm import KL_ESTIMATORS
 from rstar2_megatron.settings.sections.recipe import BUILT_PREFIXES

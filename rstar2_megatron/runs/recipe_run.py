@@ -141,9 +141,8 @@ class _Runner:
             return False
         ended = (self.plan.directory(stage.name) / FINISHED).is_file()
         if known["status"] == "running" and ended and known["fingerprint"] == self.plan.fingerprint(stage):
-            self._write_state(
-                stage, "done", seconds=known.get("seconds", 0.0)
-            )  # this process was killed before it could write this
+            # this process was killed before it could write this
+            self._write_state(stage, "done", seconds=known.get("seconds", 0.0))
         return bool(self.state["stages"][stage.name]["status"] == "done")
 
     def _check_finished_stages(self) -> None:

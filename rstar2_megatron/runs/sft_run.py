@@ -25,6 +25,11 @@ VALIDATION_LOSS = "eval/sft_loss"
 class SFTRun(ClusterRun):
     """A run with actor workers only, without engine and judge."""
 
+    rows: Any
+    """What is trained on, as this kind of run reads it."""
+    held_out: Any
+    """The same of the validation data; None without any."""
+
     @property
     def section(self) -> SFTSettings | PreferenceSettings:
         """The settings of this kind of run."""
@@ -43,7 +48,7 @@ class SFTRun(ClusterRun):
             self._say(f"resuming from {resume[1]}")
             self.actor.call("load_checkpoint", str(resume[1] / "actor"), timeout_s=timeout)
             self.metrics.truncate_after(start)
-        elif self.validates:
+        elif self.held_out is not None:
             found = ", ".join(f"{name} {value:.4f}" for name, value in self.validate().items())
             self._say(f"before training: {found}")
         self.run_phase(
@@ -71,11 +76,6 @@ class SFTRun(ClusterRun):
         )
         return phase
 
-    @property
-    def validates(self) -> bool:
-        """Whether there is held-out data."""
-        return self.held_out is not None
-
     def run_phase(
         self, phase: SFTPhaseSettings, *, start: int, pauses: Sequence[int], after: Callable[[int, list[Metrics]], None]
     ) -> None:
@@ -84,7 +84,6 @@ class SFTRun(ClusterRun):
 
     def validate(self) -> Metrics:
         """Figures of the held-out data by the name of their metric."""
-        assert self.held_out is not None
         size, timeout = self.section.batch_size, self.settings.runner.step_timeout_s
         return {VALIDATION_LOSS: validation_loss(self.actor, self.held_out, size, timeout)}
 
@@ -125,7 +124,7 @@ class SFTRun(ClusterRun):
             row: dict[str, Any] = {f"train/{name}": value for name, value in step.items()}
             row["time/step"] = seconds
             last = number == done
-            validated = last and self.validates and (number == phase.steps or (every > 0 and number % every == 0))
+            validated = last and self.held_out is not None and (number == phase.steps or (every > 0 and number % every == 0))
             if validated:
                 row |= self.validate()
             self.metrics.append({"step": number, **row})

@@ -83,12 +83,6 @@ class Recipe(Section):
                 not number or self.stages[number - 1].task != "reasoning" or stage.task != "reasoning"
             ):
                 raise ValueError(f"stage {stage.name!r} keeps an optimizer, but no reasoning stage comes before it")
-            source = seen.get(stage.problems_from or "")
-            if stage.problems_from and (source is None or source.task not in ("difficulty_filter", "search")):
-                raise ValueError(
-                    f"stage {stage.name!r} takes problems_from {stage.problems_from!r}, which is no "
-                    "difficulty_filter or search stage before it"
-                )
             _check_sources(stage, seen)
             seen[stage.name] = stage
         return self
@@ -108,12 +102,14 @@ class Recipe(Section):
 
 
 MODEL_TASKS = ("reasoning", "sft")
+TASKS = (*MODEL_TASKS, "difficulty_filter", "search", "preference")
 
 
 def _check_sources(stage: Stage, seen: Mapping[str, Stage]) -> None:
     """Raises ValueError for a source that is no earlier stage of the task that makes it, or that the stage cannot use."""
     wanted = [
-        ("model_from", stage.model_from, MODEL_TASKS, (*MODEL_TASKS, "difficulty_filter", "search", "preference")),
+        ("problems_from", stage.problems_from, ("difficulty_filter", "search"), TASKS),
+        ("model_from", stage.model_from, MODEL_TASKS, TASKS),
         *(("trees_from", name, ("search",), ("sft", "preference")) for name in stage.trees_from),
         ("reward_model_from", stage.reward_model_from, ("preference",), ("search",)),
     ]

@@ -157,7 +157,7 @@ def _results(
         counts = pass_counts(problems, leaves)
         write_jsonl(out / f"{plan.name}.pass_counts.jsonl", (dataclasses.asdict(count) for count in counts))
     by_answers = plan.settings.guide in ("answers", "answers+scores")
-    return results(plan.name, searched, grader.equal, valued=True, by_answers=by_answers)
+    return results(plan.name, searched, grader.equal, by_answers=by_answers)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,6 @@ class Expander:
         self.values = values
         self.settings = settings
         self.retry_s = retry_s
-        self.retries = 0
 
     def prompt_ids(self, problem: Problem) -> list[int]:
         """The token ids that every path of the problem begins with."""
@@ -77,7 +76,6 @@ class Expander:
                     await self.values.grade(problem, done)
                 if done.finish_reason is None or done.usable:  # else a reward function of the user failed
                     return step_of(done, tokens, calls)
-            self.retries += 1
             log.warning("candidate %s.%d of %s: %s", tag, index, problem.query_id, done.error)
             if number + 1 < MAX_TRIES:
                 await asyncio.sleep(self.retry_s)

@@ -3,14 +3,29 @@
 A rollout is one descent from the root: a node without children is expanded, then its best child is taken, until every child
 has ended or the depth is reached. There is no separate simulation. A finished solution's value reaches its whole path. A
 scored prefix counts its score once, on itself, so that q starts from the score (PPM-augmented) or from 0 (terminal-guided).
+The best child is that of UCT: Q + c sqrt(ln N_parent / N), without a bonus for unvisited nodes.
 """
 
 from __future__ import annotations
 
-from rstar2_megatron.search.selection import select
+import math
+
 from rstar2_megatron.search.strategy import DEAD_VALUE, Search
 from rstar2_megatron.search.tree import End, Node
 from rstar2_megatron.settings.schema import SearchSettings
+
+
+def uct(node: Node, parent_visits: int, exploration: float) -> float:
+    """Score of a child. The bonus is 0 when either count is 0, so an unvisited node scores 0, not infinity."""
+    if not node.visits or not parent_visits:
+        return node.q
+    return node.q + exploration * math.sqrt(math.log(parent_visits) / node.visits)
+
+
+def select(parent: Node, exploration: float) -> Node | None:
+    """The child of highest score that has not ended, the first of equal ones; None when all have ended."""
+    waiting = [child for child in parent.children or [] if child.end is None]
+    return max(waiting, key=lambda child: uct(child, parent.visits, exploration), default=None)
 
 
 class MCTS(Search):

@@ -73,8 +73,8 @@ def _affordable(tree: Tree, budget: int | None) -> dict[str, int]:
     return used
 
 
-def results(name: str, searched: SearchedSet, equal: Equal, *, valued: bool, by_answers: bool) -> list[ChoiceScores]:
-    """Every choice of a search. valued: leaves have values; by_answers: those are the answers'."""
+def results(name: str, searched: SearchedSet, equal: Equal, *, by_answers: bool) -> list[ChoiceScores]:
+    """Every choice of a search. by_answers: the values of leaves are the answers'."""
     found, tokens = searched.found, searched.tokens
 
     def of(choice: Callable[[Sequence[Solution]], Solution | None]) -> dict[str, float]:
@@ -91,16 +91,15 @@ def results(name: str, searched: SearchedSet, equal: Equal, *, valued: bool, by_
         rows = [ChoiceScores(f"{name}, avg@1", average, one)]
         votes = {q: majority(leaves, equal) for q, leaves in found.items()}
         rows.append(ChoiceScores(f"{name}, majority@{mean}", votes, tokens))
-        if valued and not by_answers:
+        if not by_answers:
             rows.append(ChoiceScores(f"{name}, best of {mean}", of(best_value), tokens))
         return [*rows, ChoiceScores(f"{name}, any of {mean}", any_right, tokens, ceiling=True)]
-    rows = []
-    if valued:
-        rows.append(ChoiceScores(f"{name}, best value", of(best_value), tokens, ceiling=by_answers))
-    rows.append(ChoiceScores(f"{name}, majority", of(lambda s: most_frequent(s, equal)), tokens))
-    if valued:
-        rows.append(ChoiceScores(f"{name}, value-weighted", of(lambda s: most_valued(s, equal)), tokens, ceiling=by_answers))
-    return [*rows, ChoiceScores(f"{name}, any right", any_right, tokens, ceiling=True)]
+    return [
+        ChoiceScores(f"{name}, best value", of(best_value), tokens, ceiling=by_answers),
+        ChoiceScores(f"{name}, majority", of(lambda s: most_frequent(s, equal)), tokens),
+        ChoiceScores(f"{name}, value-weighted", of(lambda s: most_valued(s, equal)), tokens, ceiling=by_answers),
+        ChoiceScores(f"{name}, any right", any_right, tokens, ceiling=True),
+    ]
 
 
 def _right(chosen: Solution | None) -> float:

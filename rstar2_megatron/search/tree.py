@@ -92,10 +92,6 @@ class Tree:
         return [node for node in self.root.walk() if node.end is End.ANSWER]
 
     @property
-    def num_nodes(self) -> int:
-        return sum(1 for _ in self.root.walk())
-
-    @property
     def solved(self) -> bool:
         """Whether some finished solution is right by the known answer."""
         return any(leaf.step is not None and leaf.step.reward for leaf in self.leaves())

@@ -47,12 +47,10 @@ class Values:
     """Sets the values of new candidates by `search.guide`. Finished solutions are graded in every case, for the report."""
 
     def __init__(self, settings: SearchSettings, rewards: Rewards, scorer: Scorer | None) -> None:
-        """Raises ValueError when the guide needs a scorer and there is none."""
+        """scorer: not asked where answers alone give values."""
         self.guide = settings.guide
         self.rewards = rewards
         self.scorer = scorer if self.guide != "answers" else None
-        if self.guide != "answers" and scorer is None:
-            raise ValueError(f"search.guide={self.guide} needs a scorer")
 
     async def grade(self, problem: Problem, trajectory: Trajectory) -> None:
         """Set reward and answer of a finished solution."""

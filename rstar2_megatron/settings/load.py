@@ -184,43 +184,28 @@ def _register_resolvers() -> None:
 
 def _compose(directory: Path, name: str, overrides: Sequence[str]) -> dict[str, Any]:
     _register_resolvers()
-    words = [_forced(word) for word in overrides]
+    # The whole placement replaces that of the YAML, because merging would place a component twice. It is read as YAML, because
+    # RLinf's "actor,rollout,reward" is not a key in Hydra's grammar.
+    placements = [word for word in overrides if word.lstrip("+").startswith(_PLACEMENT)]
+    # `++key=value` also sets a key which the YAML does not have.
+    words = [word if word.startswith("~") else "++" + word.lstrip("+") for word in overrides if word not in placements]
+    words += [f"++{_PLACEMENT}null"] if placements else []  # the YAML may have none: ???
     if directory != CONFIG_DIR:
         words.append(f"hydra.searchpath=['file://{CONFIG_DIR}']")
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(config_dir=str(directory), version_base="1.3"):
             composed = compose(config_name=name, overrides=words)
-        placement = _new_placement(overrides)
         data = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+        placement = yaml.safe_load(placements[-1].lstrip("+").removeprefix(_PLACEMENT)) if placements else None
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(_compose_message(name, error)) from None
     if not isinstance(data, dict):
         raise ConfigError(f"{directory / name}.yaml does not hold a mapping")
     composed_data = {str(key): value for key, value in data.items() if key != "hydra"}
-    if placement is not None:
+    if placements:
         rlinf_keys.put(composed_data, "cluster.component_placement", placement)
     return composed_data
-
-
-def _forced(word: str) -> str:
-    """`key=value` in the form that also sets a key which the YAML does not have."""
-    if word.startswith("~"):
-        return word
-    word = word.lstrip("+")
-    if word.startswith(_PLACEMENT):
-        return f"++{_PLACEMENT}null"
-    return "++" + word
-
-
-def _new_placement(overrides: Sequence[str]) -> Any:
-    """The value of the last override of the whole placement, or None.
-
-    It replaces that of the YAML, because merging would place a component twice. It is read as YAML, because RLinf's
-    "actor,rollout,reward" is not a key in Hydra's grammar.
-    """
-    values = [w.lstrip("+").removeprefix(_PLACEMENT) for w in overrides if w.lstrip("+").startswith(_PLACEMENT)]
-    return yaml.safe_load(values[-1]) if values else None
 
 
 def _compose_message(name: str, error: Exception) -> str:

@@ -8,12 +8,11 @@ that asks for an algorithm which is not implemented. Any other unknown key is an
 from __future__ import annotations
 
 from collections.abc import Callable
-from fnmatch import fnmatchcase
 from typing import Any
 
 MISSING: Any = object()
 
-# Patterns of dotted paths (`*` also matches dots), with the reason why they have no meaning here. The first match counts.
+# Dotted paths of keys and sections, with the reason why they have no meaning here.
 WITHOUT_MEANING: tuple[tuple[str, str], ...] = (
     ("inference", "old log-probs are recomputed by the actor itself"),
     ("critic", "GRPO has no critic"),
@@ -22,12 +21,12 @@ WITHOUT_MEANING: tuple[tuple[str, str], ...] = (
     ("actor.tokenizer", "the tokenizer is the model directory's"),
     ("reward.tokenizer", "grading reads text"),
     ("rollout.vllm", "the engine is SGLang"),
-    ("rollout.sglang.decode_log_interval", "set rollout.sglang.server_args for engine fields"),
-    ("rollout.sglang.use_torch_compile", "set rollout.sglang.server_args for engine fields"),
-    ("rollout.sglang.torch_compile_max_bs", "set rollout.sglang.server_args for engine fields"),
     *(
         (f"rollout.{name}", "set rollout.sglang.server_args for engine fields")
-        for name in ("enforce_eager", "cuda_graph_max_bs", "disable_log_stats", "use_fast")
+        for name in (
+            *("sglang.decode_log_interval", "sglang.use_torch_compile", "sglang.torch_compile_max_bs", "rollout_engine_config"),
+            *("enforce_eager", "cuda_graph_max_bs", "disable_log_stats", "use_fast"),
+        )
     ),
     *(
         (f"rollout.{name}", "the rollout keeps token ids and log-probs as the engine produced them")
@@ -39,7 +38,6 @@ WITHOUT_MEANING: tuple[tuple[str, str], ...] = (
     ),
     ("rollout.distributed_executor_backend", "the engine runs in its own process"),
     ("rollout.print_outputs", "samples are written to trajectories.jsonl"),
-    ("rollout.rollout_engine_config", "set rollout.sglang.server_args for engine fields"),
     ("runner.task", "one task"),
     ("runner.only_eval", "use runner.max_steps=0"),
     ("runner.ckpt_path", "use runner.resume_dir"),
@@ -143,10 +141,7 @@ ONLY_VALUES: dict[str, tuple[Any, ...]] = {
 
 def why_without_meaning(path: str) -> str | None:
     """The reason when `path` (or a section above it) is a known RLinf key without meaning here."""
-    for pattern, reason in WITHOUT_MEANING:
-        if fnmatchcase(path, pattern) or path.startswith(pattern + "."):
-            return reason
-    return None
+    return next((reason for key, reason in WITHOUT_MEANING if path == key or path.startswith(key + ".")), None)
 
 
 def translate(data: dict[str, Any]) -> list[str]:

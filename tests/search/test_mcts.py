@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rstar2_megatron.search.mcts import MCTS
-from rstar2_megatron.search.selection import uct
+from rstar2_megatron.search.mcts import MCTS, uct
 from rstar2_megatron.search.step import Step
 from rstar2_megatron.search.tree import End, Node
 from rstar2_megatron.trajectory import FinishReason, ToolCall, ToolOutcome

@@ -210,4 +210,4 @@ def test_what_rlinf_can_and_we_cannot_is_refused(tmp_path, section, key, value, 
 
 def test_no_listed_rlinf_key_shadows_a_key_of_ours() -> None:
     ours = set(valid_keys(Settings))
-    assert not [pattern for pattern, _ in WITHOUT_MEANING if pattern in ours]
+    assert not [key for key, _ in WITHOUT_MEANING if key in ours]

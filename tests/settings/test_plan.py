@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from rstar2_megatron.model.known_models import known_model
 from rstar2_megatron.settings.load import config_names, load
 from rstar2_megatron.settings.placement import Slots, component_slots, parse_slots, slots_of
+from rstar2_megatron.settings.planning.batch import object_store_bytes, object_store_problems
 from rstar2_megatron.settings.planning.estimates import search_hours, sft_hours
 from rstar2_megatron.settings.planning.host_memory import host_memory
 from rstar2_megatron.settings.planning.kv_cache import kv_bytes_per_token, kv_capacity
 from rstar2_megatron.settings.planning.memory import training_memory
 from rstar2_megatron.settings.planning.plan import remedy
-from rstar2_megatron.settings.planning.transport import object_store_bytes, object_store_problems
 from rstar2_megatron.settings.schema import AssumedNode, ClusterSettings
 from tests.settings.loaded import loaded, plan_of
 

@@ -14,8 +14,7 @@ from benchmarks.rollout.traces import STAGE_8K
 from rstar2_megatron.model.known_models import known_model
 from rstar2_megatron.settings.load import load
 from rstar2_megatron.settings.placement import Slots
-from rstar2_megatron.settings.planning.estimates import Engines
-from rstar2_megatron.settings.planning.split import RECOMPUTE_COST, splits
+from rstar2_megatron.settings.planning.estimates import RECOMPUTE_COST, Engines, splits
 from rstar2_megatron.settings.planning.table import RunPlan
 from tests.settings.loaded import H100, plan_of
 

@@ -1,7 +1,8 @@
-"""Runs programs of checks in processes of one node, under a deadline. Ray carries one of these to every node."""
+"""Runs programs of checks in processes of one node, under a deadline. Ray carries one of these to every other node."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from multiprocessing.connection import wait
 from typing import Any
 
 from rstar2_megatron.runs.check.process import Job
@@ -42,28 +43,37 @@ class _Process:
             named = visible.split(",") if visible else [str(device) for device in range(max(devices) + 1)]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(named[device] for device in devices)
         self.connection, theirs = Pipe()
-        with tempfile.TemporaryFile() as log:
-            self._log = os.dup(log.fileno())
-            command = [sys.executable, "-m", "rstar2_megatron.runs.check.process", str(theirs.fileno())]
-            self.process = start_child(command, log, env=environment, pass_fds=[theirs.fileno()])
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  `end` closes it
+        command = [sys.executable, "-m", "rstar2_megatron.runs.check.process", str(theirs.fileno())]
+        self.process = start_child(command, self._log, env=environment, pass_fds=[theirs.fileno()])
         theirs.close()
 
-    def alive(self) -> bool:
-        return self.process.poll() is None
+    def take(self, job: Job) -> Answer:
+        """The answer, once `connection` is ready: it is at its end when the process died."""
+        try:
+            done, value = self.connection.recv()
+        except (EOFError, OSError):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(2)
+            value, done = f"the process died (exit code {self.process.returncode})\n{self.log()}", False
+        return Answer(job.rank, job.node, value=value) if done else Answer(job.rank, job.node, error=value, log=self.log())
 
     def log(self) -> str:
-        size = os.fstat(self._log).st_size
-        return os.pread(self._log, _LOG_TAIL, max(0, size - _LOG_TAIL)).decode(errors="replace")
+        size = os.fstat(self._log.fileno()).st_size
+        return os.pread(self._log.fileno(), _LOG_TAIL, max(0, size - _LOG_TAIL)).decode(errors="replace")
 
     def end(self) -> None:
         self.connection.close()
         terminate_tree(self.process.pid, grace_s=_END_S)
         self.process.wait(10)
-        os.close(self._log)
+        self._log.close()
 
 
 class NodeAgent:
-    """The processes of one node, by the accelerators that they see. Without `visible` they are numbered as the driver's."""
+    """The processes of one node, by the accelerators that they see.
+
+    visible: the driver's CUDA_VISIBLE_DEVICES, whose numbers jobs name; None: they name those of the node.
+    """
 
     def __init__(self, visible: str | None = None) -> None:
         self._visible = visible
@@ -79,63 +89,35 @@ class NodeAgent:
         """
         keys = [job.devices or (-1 - number,) for number, job in enumerate(jobs)]
         processes = [self._process(job, key) for job, key in zip(jobs, keys, strict=True)]
+        for process, job in zip(processes, jobs, strict=True):
+            with contextlib.suppress(OSError):  # it died: `take` says so
+                process.connection.send((program, job, arguments))
         answers: dict[int, Answer] = {}
-        for number, job in enumerate(jobs):
-            try:
-                processes[number].connection.send((program, job, arguments))
-            except OSError as error:
-                answers[number] = Answer(job.rank, job.node, error=f"the process is gone: {error}")
+        waiting: dict[Any, int] = {process.connection: number for number, process in enumerate(processes)}
         deadline = time.monotonic() + deadline_s
-        while len(answers) < len(jobs) and time.monotonic() < deadline:
-            for number, job in enumerate(jobs):
-                if number not in answers and (answer := _take(processes[number], job)) is not None:
-                    answers[number] = answer
-                    if answer.error:
-                        deadline = min(deadline, time.monotonic() + _OTHERS_S)
-            time.sleep(0.02)
-        for number, job in enumerate(jobs):
-            if number not in answers:
-                said = f"rank {job.rank} did not answer within its deadline of {deadline_s:.0f} s and was ended"
-                answers[number] = Answer(job.rank, job.node, error=said, log=processes[number].log())
-                self._end(keys[number])
-            elif not processes[number].alive():
-                self._end(keys[number])
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for connection in wait(list(waiting), left):
+                number = waiting.pop(connection)
+                answers[number] = processes[number].take(jobs[number])
+                if answers[number].error:
+                    deadline = min(deadline, time.monotonic() + _OTHERS_S)
+        for number in waiting.values():
+            job = jobs[number]
+            said = f"rank {job.rank} did not answer within its deadline of {deadline_s:.0f} s and was ended"
+            answers[number] = Answer(job.rank, job.node, error=said, log=processes[number].log())
+            self._processes.pop(keys[number]).end()
         return [answers[number] for number in range(len(jobs))]
 
     def _process(self, job: Job, key: tuple[int, ...]) -> _Process:
         known = self._processes.get(key)
-        if known is not None and not known.alive():
-            self._end(key)
+        if known is not None and known.process.poll() is not None:
+            self._processes.pop(key).end()
         if key not in self._processes:
             devices = job.devices if job.device == "cuda" else ()
             self._processes[key] = _Process(devices, self._visible)
         return self._processes[key]
 
-    def _end(self, key: tuple[int, ...]) -> None:
-        self._processes.pop(key).end()
-
     def close(self) -> None:
         """End all processes: their memory is free for others. Runs after it start new ones."""
-        for key in list(self._processes):
-            self._end(key)
-
-
-def _take(process: _Process, job: Job) -> Answer | None:
-    """The answer of a process, once it is there."""
-    connection: Connection = process.connection
-    try:
-        if connection.poll():
-            ok, value = connection.recv()
-            if ok:
-                return Answer(job.rank, job.node, value=value)
-            return Answer(job.rank, job.node, error=value, log=process.log())
-    except (EOFError, OSError):
-        pass
-    else:
-        if process.alive():
-            return None
-    try:
-        code: object = process.process.wait(2)
-    except subprocess.TimeoutExpired:
-        code = "none yet"
-    return Answer(job.rank, job.node, error=f"the process died (exit code {code})\n{process.log()}", log=process.log())
+        while self._processes:
+            self._processes.popitem()[1].end()

@@ -25,7 +25,6 @@ def run_checks(checks: Sequence[Check], context: Context, say: Callable[[str], o
         result = CheckResult(check.name, "skipped", reason) if reason else runner.run(check, context)
         results[check.name] = result
         say(result.line(width))
-    runner.close()
     return list(results.values())
 
 
@@ -55,37 +54,31 @@ class CheckThread:
         self._start_thread()
 
     def _start_thread(self) -> None:
-        self._work: queue.Queue[Callable[[], None] | None] = queue.Queue()
-        threading.Thread(target=_run_queue, args=(self._work,), name="checks", daemon=True).start()
+        self._work: queue.Queue[tuple[Check, Context, queue.Queue[Finding | BaseException]]] = queue.Queue()
+        threading.Thread(target=_make, args=(self._work,), name="checks", daemon=True).start()
 
     def run(self, check: Check, context: Context) -> CheckResult:
         """One check: whatever hangs in it, the next one follows."""
-        box: queue.Queue[Finding | BaseException] = queue.Queue()
-
-        def body() -> None:
-            try:
-                box.put(check.run(context))
-            except BaseException as error:
-                box.put(error)
-
+        answers: queue.Queue[Finding | BaseException] = queue.Queue()
         started = time.monotonic()
-        self._work.put(body)
+        self._work.put((check, context, answers))
         limit_s = check.deadline_s * context.nodes.patience + _GRACE_S
         answer: Finding | BaseException
         try:
-            answer = box.get(timeout=limit_s)
+            answer = answers.get(timeout=limit_s)
         except queue.Empty:
             answer = CheckFailed(f"did not end within {limit_s:.0f} s and was left behind")
             self._start_thread()
         return _result(check, answer, time.monotonic() - started)
 
-    def close(self) -> None:
-        self._work.put(None)
 
-
-def _run_queue(work: queue.Queue[Callable[[], None] | None]) -> None:
-    while (body := work.get()) is not None:
-        body()
+def _make(work: queue.Queue[tuple[Check, Context, queue.Queue[Finding | BaseException]]]) -> None:
+    while True:
+        check, context, answers = work.get()
+        try:
+            answers.put(check.run(context))
+        except BaseException as error:
+            answers.put(error)
 
 
 def _result(check: Check, answer: Finding | BaseException, seconds: float) -> CheckResult:

@@ -1,10 +1,17 @@
-"""Rows of the plan: placement, batch, micro-batches."""
+"""Rows of the plan: placement, batch, micro-batches; and Ray's object store, which holds a batch."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from rstar2_megatron.settings.placement import Slots
 from rstar2_megatron.settings.planning.table import RunPlan, ranges_text
 from rstar2_megatron.settings.schema import Settings
+
+TOKEN_BYTES = 9  # id 4, mask 1, log-prob 4
+LEAST_STORE_BYTES = 512 << 20
+LEAST_SHARED_BYTES = 1 << 30  # of /dev/shm, on GPUs; a container has 64 MB by default
+_STORE_MARGIN = 1.25
 
 
 def trained_trajectories(settings: Settings) -> int:
@@ -80,3 +87,32 @@ def plan_batch(plan: RunPlan, settings: Settings, world: int) -> None:
         f"prompt {settings.data.max_prompt_length} + response {algorithm.sampling_params.max_new_tokens} "
         f"<= {longest} tokens, {settings.agentloop.max_assistant_turns} turns",
     )
+
+
+def batch_tokens(settings: Settings) -> int:
+    """Most tokens of a step's training batch."""
+    return trained_trajectories(settings) * settings.runner.seq_length
+
+
+def object_store_bytes(settings: Settings) -> int:
+    """Size of Ray's object store: one batch at full length with a margin, at least 512 MiB."""
+    return max(LEAST_STORE_BYTES, int(_STORE_MARGIN * TOKEN_BYTES * batch_tokens(settings)))
+
+
+def object_store_problems(settings: Settings, memory_bytes: int, shared_bytes: int, *, gpus: bool = False) -> Iterator[str]:
+    """A host without room for the object store of a private Ray head, in memory or in /dev/shm, or for NCCL's buffers."""
+    store = object_store_bytes(settings)
+    what = (
+        f"the object store takes {store / 1e9:.1f} GB: {batch_tokens(settings)} tokens of a whole batch (data."
+        f"rollout_batch_size={settings.data.rollout_batch_size}, runner.seq_length={settings.runner.seq_length}), "
+        f"{TOKEN_BYTES} bytes each, and a quarter more"
+    )
+    if store > memory_bytes // 3:
+        yield (
+            f"{what}; that is more than a third of this host's {memory_bytes / 1e9:.1f} GB: lower one of them, or use a "
+            "larger host"
+        )
+    elif store > max(shared_bytes, LEAST_STORE_BYTES):
+        yield f"{what}; /dev/shm has {shared_bytes / 1e9:.1f} GB free: enlarge it (docker run --shm-size), or lower one of them"
+    elif gpus and shared_bytes < LEAST_SHARED_BYTES:
+        yield f"/dev/shm has {shared_bytes / 1e9:.2f} GB free, and NCCL keeps buffers there: docker run --shm-size=64g"

@@ -1,18 +1,22 @@
-"""Estimated seconds of a step and GPU hours of a search's stages, on H100s. Pure arithmetic.
+"""Everything that the plan estimates: seconds of a step and of the best split, a step's transport, GPU hours of a search.
 
-No GPU has fitted the constants: they are data sheets times assumed shares, and `--check` prints what a machine reaches beside
-them. `benchmarks/rollout` simulates the same engines event by event; the closed forms here are for `--dry-run`, and a test
-holds them against the simulated steps of benchmarks/results/asynchronous.json.
+No GPU has fitted the constants: they are data sheets of the H100 times assumed shares, and `--check` prints what a machine
+reaches beside them. `benchmarks/rollout` simulates the same engines event by event; the closed forms here are for `--dry-run`,
+and a test holds them against the simulated steps of benchmarks/results/asynchronous.json. Pure arithmetic.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rstar2_megatron.model.model_config import ModelConfig
-from rstar2_megatron.settings.planning.batch import trained_trajectories
-from rstar2_megatron.settings.planning.kv_cache import kv_bytes_per_token
-from rstar2_megatron.settings.planning.table import RunPlan
+from rstar2_megatron.settings.placement import Slots, collocated
+from rstar2_megatron.settings.planning.advice import RECOMPUTE, changed
+from rstar2_megatron.settings.planning.batch import TOKEN_BYTES, batch_tokens, object_store_bytes, trained_trajectories
+from rstar2_megatron.settings.planning.kv_cache import kv_bytes_per_token, kv_capacity
+from rstar2_megatron.settings.planning.memory import CUDA_OVERHEAD_GB, ENGINE_WORK_GB, engine_residue_gb, training_memory
+from rstar2_megatron.settings.planning.table import RunPlan, ranges_text
 from rstar2_megatron.settings.schema import Settings
 
 # H100 SXM: dense bf16 FLOP/s and memory bandwidth, and the assumed shares of them.
@@ -33,6 +37,16 @@ HOST_BYTES_PER_PARAMETER = 36
 LINK_BYTES_PER_S = 25e9  # of a weight sync, and of a GPU's way to host memory
 _STATE_BYTES = 18  # a parameter on the GPUs: weights, gradients, fp32 copy, two moments
 SOLUTIONS = 2  # right solutions of a problem that SFT takes (`search/traces.py`)
+ALONE_SHARE = 0.85  # rollout.gpu_memory_utilization of engines on GPUs of their own
+RECOMPUTE_COST = 4 / 3  # one more forward
+_WORTH = 1.02  # a split that is less faster is within what the closed forms can tell
+# Transport, by the row of 512 x 32 of `python -m benchmarks.paper_step --problems 4 64 128 256 512`.
+DRIVER_BASE_GB = 0.6
+DRIVER_BYTES_PER_TOKEN = 5.0  # texts and figures of every trajectory
+ENGINE_BYTES_PER_TOKEN = 29.0  # tokens until the batch is put, one copy of the part that is trained on, texts under way
+CPU_S_PER_MTOKEN = 0.3  # driver, channel, grading of text, resampling and batch, for a million tokens
+_OFFLOAD = ("actor.offload_weight", "actor.offload_grad", "actor.offload_optimizer")
+_SHARE = "rollout.gpu_memory_utilization"
 
 
 def train_share(model: ModelConfig) -> float:
@@ -170,6 +184,125 @@ def sync_s(model: ModelConfig) -> float:
 def handover_s(model: ModelConfig, gpus: int) -> float:
     """Seconds of the actor's state to the host and back, where engines take its `gpus` GPUs."""
     return 2 * _STATE_BYTES * model.num_parameters / gpus / LINK_BYTES_PER_S
+
+
+# ------------------------------------------------------------------- the best split of the GPUs, and transport
+
+
+@dataclass(frozen=True)
+class Split:
+    """Expected seconds from step to step with the actor on the first `actor` GPUs and engines on the others."""
+
+    actor: int
+    total: int
+    step_s: float
+    recompute: bool
+    """Whether the actor fits only with full recompute, other than the YAML's."""
+
+    def __str__(self) -> str:
+        ranges = (ranges_text([*range(self.actor)]), ranges_text([*range(self.actor, self.total)]))
+        more = ", actor.model.recompute_granularity=full" if self.recompute else ""
+        return f"actor {ranges[0]}, rollout {ranges[1]}{more}"
+
+
+def plan_split(
+    plan: RunPlan, settings: Settings, slots: Slots, model: ModelConfig, places: Mapping[str, Sequence[int]]
+) -> None:
+    """One row, where the YAML fits several GPUs and there is a synchronous step on all of them to compare with."""
+    if slots.count == 1 or plan.problems or plan.kv_capacity_tokens is None or settings.actor.model.precision != "bf16":
+        return
+    together = collocated_step_s(settings, slots, model)
+    if together is None:
+        return
+    bound = settings.algorithm.max_staleness
+    told = [f"synchronous on all {slots.count} GPUs {together:.0f} s a step"]
+    if bound and not collocated(settings.cluster, slots):
+        actor, engines = len(places.get("actor", ())), plan.num_engines
+        here = _apart_s(settings, model, actor, engines, plan.kv_capacity_tokens, bound)
+        told.append(f"this placement {_against(here, together)}")
+    found = list(splits(settings, slots, model, max(bound, 1)))
+    if found:
+        best = min(found, key=lambda split: split.step_s)
+        better = "best with" if best.step_s * _WORTH < together else "no split is better: with"
+        told.append(f"{better} {best} {_against(best.step_s, together)}")
+    else:
+        told.append("no split of them fits")
+    plan.add("expected", f"max_staleness={max(bound, 1)}", "; ".join(told))
+
+
+def _against(seconds: float, together: float) -> str:
+    return f"{seconds:.0f} s, {together / seconds:.2f} times the trajectories/s"
+
+
+def collocated_step_s(settings: Settings, slots: Slots, model: ModelConfig) -> float | None:
+    """Seconds of the synchronous step on all GPUs, the actor offloaded while engines generate; None if it does not fit."""
+    offloading = changed(settings, dict.fromkeys(_OFFLOAD, True))
+    gpu_gb, residue = slots.memory_gb or 0.0, engine_residue_gb(settings)
+    if training_memory(offloading, model, slots.count, cpu=False).total + residue > gpu_gb:
+        return None
+    free = gpu_gb - CUDA_OVERHEAD_GB
+    share = min(settings.rollout.gpu_memory_utilization, 1 - (residue + ENGINE_WORK_GB) / free)
+    kv_tokens = kv_capacity(changed(offloading, {_SHARE: share}), model, free)
+    if kv_tokens < settings.runner.seq_length:
+        return None
+    engines = engines_of(settings, model, slots.count // settings.rollout.tensor_parallel_size, kv_tokens)
+    training = train_s(settings, model, slots.count) + host_optimizer_s(settings, model)
+    return engines.phase_s() + training + handover_s(model, slots.count) + sync_s(model)
+
+
+def splits(settings: Settings, slots: Slots, model: ModelConfig, bound: int) -> Iterator[Split]:
+    """Every split of the GPUs that fits, with what a step takes at `algorithm.max_staleness=bound`."""
+    parallel, tp = settings.actor.model, settings.rollout.tensor_parallel_size
+    pp = parallel.pipeline_model_parallel_size
+    ranks = parallel.tensor_model_parallel_size * pp * parallel.context_parallel_size
+    alone = changed(settings, {**dict.fromkeys(_OFFLOAD, False), _SHARE: ALONE_SHARE})
+    gpu_gb, kv_tokens = slots.memory_gb or 0.0, kv_capacity(alone, model, slots.memory_gb)
+    if kv_tokens < settings.runner.seq_length:
+        return
+    for actor in range(ranks, slots.count, ranks):
+        engines = (slots.count - actor) // tp
+        if (slots.count - actor) % tp or actor % (parallel.expert_model_parallel_size * pp):
+            continue
+        whole, least = (training_memory(s, model, actor, cpu=False).total for s in (alone, changed(alone, RECOMPUTE)))
+        recompute = whole > gpu_gb
+        if recompute and least > gpu_gb:
+            continue
+        cost = RECOMPUTE_COST if recompute and parallel.recompute_granularity != "full" else 1.0
+        seconds = _apart_s(settings, model, actor, engines, kv_tokens, bound, cost)
+        yield Split(actor, slots.count, seconds, recompute)
+
+
+def _apart_s(
+    settings: Settings, model: ModelConfig, actor: int, engines: int, kv_tokens: int, bound: int, cost: float = 1.0
+) -> float:
+    trained = cost * train_s(settings, model, actor) + host_optimizer_s(settings, model) + sync_s(model)
+    return max(trained, engines_of(settings, model, engines, kv_tokens).batch_s(bound) + sync_s(model))
+
+
+def plan_transport(plan: RunPlan, settings: Settings, engines: int) -> None:
+    """Rows for trajectories of half the longest length; the object store is for the longest."""
+    trajectories = settings.data.rollout_batch_size * settings.algorithm.group_size
+    length = settings.runner.seq_length // 2
+    tokens = trajectories * length
+    driver = DRIVER_BASE_GB + DRIVER_BYTES_PER_TOKEN * tokens / 1e9
+    held = ENGINE_BYTES_PER_TOKEN * tokens / max(engines, 1) / 1e9
+    plan.add(
+        "transport",
+        "host memory",
+        f"driver {driver:.1f} GB, each of {engines} rollout workers {held:.1f} GB for tokens ({trajectories} trajectories of "
+        f"{length} tokens)",
+    )
+    store, batch = object_store_bytes(settings), TOKEN_BYTES * batch_tokens(settings)
+    plan.add(
+        "transport",
+        "object store",
+        f"{store / 1e9:.1f} GB for a batch of at most {batch / 1e9:.1f} GB ({TOKEN_BYTES} bytes a token)",
+    )
+    plan.add(
+        "transport",
+        "seconds a step",
+        f"{CPU_S_PER_MTOKEN * tokens / 1e6:.0f} CPU s of driver, channel, grading and batch, most of them during the rollout",
+    )
 
 
 # -------------------------------------------------------------------------------------- hours of a search

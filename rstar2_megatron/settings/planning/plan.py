@@ -14,12 +14,10 @@ from rstar2_megatron.settings.planning.advice import Change, as_words, fewest_ch
 from rstar2_megatron.settings.planning.batch import plan_batch, plan_placement, plan_supervised
 from rstar2_megatron.settings.planning.cpu_memory import plan_cpu_memory
 from rstar2_megatron.settings.planning.disk import plan_disk
-from rstar2_megatron.settings.planning.estimates import plan_times
+from rstar2_megatron.settings.planning.estimates import plan_split, plan_times, plan_transport
 from rstar2_megatron.settings.planning.rollout import plan_rollout, plan_sharing
-from rstar2_megatron.settings.planning.split import plan_split
 from rstar2_megatron.settings.planning.table import RunPlan, parameters_text
 from rstar2_megatron.settings.planning.training import plan_training
-from rstar2_megatron.settings.planning.transport import plan_transport
 from rstar2_megatron.settings.schema import Settings
 
 

@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 from rstar2_megatron.runs.check.context import Context
 from rstar2_megatron.runs.check.result import Check, CheckFailed, CheckSkipped, Finding
+from rstar2_megatron.settings.planning.advice import changed
 from rstar2_megatron.settings.planning.estimates import LINK_BYTES_PER_S, train_share
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.weights.route import RouteKind
@@ -19,64 +20,62 @@ _PROMPT_TOKENS, _RESPONSE_TOKENS = 512, 256
 
 def run_settings(context: Context) -> Settings:
     """The YAML on the thin model: its placement, layout and algorithm, one step of few, short trajectories."""
-    data = context.settings.model_dump()
-    gpu = context.device == "cuda"
+    settings, gpu = context.settings, context.device == "cuda"
     problems = context.scratch / "problems.jsonl"
     rows = [{"prompt": f"What is {n} + {n}?", "solutions": [str(2 * n)], "query_id": f"check-{n}"} for n in range(64)]
     problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    runner, algorithm = data["runner"], data["algorithm"]
-    response = min(algorithm["sampling_params"]["max_new_tokens"], _RESPONSE_TOKENS if gpu else 64)
-    prompt = min(max(data["data"]["max_prompt_length"], 64), 2048 if gpu else _PROMPT_TOKENS)
-    runner |= {
-        "task_type": "reasoning",
-        "experiment_name": "run",
-        "output_dir": str(context.scratch),
-        "logger": {**runner["logger"], "log_path": str(context.scratch / "run"), "logger_backends": []},
-        "max_steps": 1,
-        "save_interval": -1,
-        "val_check_interval": -1,
-        "resume_dir": None,
-        "init_checkpoint": None,
-        "replay_rollouts": None,
-        "save_rollouts": False,
-        "save_rollout_tokens": False,
-        "stop_when": [],
-        "seq_length": prompt + response,
-        "max_tokens_per_mbs": min(runner["max_tokens_per_mbs"], 4 * (prompt + response)),
-        "step_timeout_s": 600.0 if gpu else 150.0,
+    response = min(settings.algorithm.sampling_params.max_new_tokens, _RESPONSE_TOKENS if gpu else 64)
+    prompt = min(max(settings.data.max_prompt_length, 64), 2048 if gpu else _PROMPT_TOKENS)
+    group_size = 8 if gpu else 4
+    sampling = "algorithm.down_sampling.down_sampling_config"
+    changes: dict[str, Any] = {
+        "runner.task_type": "reasoning",
+        "runner.experiment_name": "run",
+        "runner.output_dir": str(context.scratch),
+        "runner.logger.log_path": str(context.scratch / "run"),
+        "runner.logger.logger_backends": [],
+        "runner.max_steps": 1,
+        "runner.save_interval": -1,
+        "runner.val_check_interval": -1,
+        **dict.fromkeys(("runner.resume_dir", "runner.init_checkpoint", "runner.replay_rollouts")),
+        **dict.fromkeys(("runner.save_rollouts", "runner.save_rollout_tokens"), False),
+        "runner.stop_when": [],
+        "runner.seq_length": prompt + response,
+        "runner.max_tokens_per_mbs": min(settings.runner.max_tokens_per_mbs, 4 * (prompt + response)),
+        "runner.step_timeout_s": 600.0 if gpu else 150.0,
+        "algorithm.group_size": group_size,
+        "algorithm.n_minibatches": 1,
+        "algorithm.sampling_params.max_new_tokens": response,
+        "algorithm.sampling_params.temperature": 1.0,
+        "algorithm.refill.enabled": False,
+        # A random model solves nothing: groups of equal reward are kept here, so that the step has something to train on.
+        f"{sampling}.reject_equal_reward": False,
+        f"{sampling}.min_zero_reward_trace_num": 0,
+        f"{sampling}.min_non_zero_reward_trace_num": 0,
+        f"{sampling}.down_sample_to_n": group_size // 2,
+        "data.train_data_paths": [str(problems)],
+        "data.val_data_paths": [],
+        "data.prompt_key": "prompt",
+        "data.answer_key": "solutions",
+        "data.max_prompt_length": prompt,
+        "data.filter_prompt_by_length": False,
+        "data.rollout_batch_size": max(4, context.slots.count // settings.rollout.tensor_parallel_size),
+        "rollout.model.model_path": str(context.thin),
+        "rollout.tail": "wait",
+        "actor.optim.lr": 1e-3,
+        "actor.optim.min_lr": 0.0,
+        "actor.lr_sched.lr_warmup_iters": 0,
+        "actor.lr_sched.lr_decay_style": "constant",
+        "actor.lr_sched.lr_decay_iters": None,
+        "actor.weight_sync.route": "auto",
+        "cold_start.enabled": False,
+        "cold_start.builder": None,
+        "cold_start.phases": [],
+        **dict.fromkeys(("evaluation.before_and_after", "evaluation.save_trajectories"), False),
+        "evaluation.max_new_tokens": None,
+        **({} if gpu else {"rollout.max_total_tokens": 8192}),
     }
-    algorithm |= {
-        "group_size": 8 if gpu else 4,
-        "n_minibatches": 1,
-        "sampling_params": {**algorithm["sampling_params"], "max_new_tokens": response, "temperature": 1.0},
-    }
-    algorithm["refill"]["enabled"] = False
-    # A random model solves nothing: groups of equal reward are kept here, so that the step has something to train on.
-    algorithm["down_sampling"]["down_sampling_config"] |= {
-        "reject_equal_reward": False,
-        "min_zero_reward_trace_num": 0,
-        "min_non_zero_reward_trace_num": 0,
-        "down_sample_to_n": algorithm["group_size"] // 2,
-    }
-    data["data"] |= {
-        "train_data_paths": [str(problems)],
-        "val_data_paths": [],
-        "prompt_key": "prompt",
-        "answer_key": "solutions",
-        "max_prompt_length": prompt,
-        "filter_prompt_by_length": False,
-        "rollout_batch_size": max(4, context.slots.count // context.settings.rollout.tensor_parallel_size),
-    }
-    data["rollout"]["model"]["model_path"] = str(context.thin)
-    data["rollout"]["tail"] = "wait"
-    data["actor"]["optim"] |= {"lr": 1e-3, "min_lr": 0.0}
-    data["actor"]["lr_sched"] |= {"lr_warmup_iters": 0, "lr_decay_style": "constant", "lr_decay_iters": None}
-    data["actor"]["weight_sync"]["route"] = "auto"
-    data["cold_start"] |= {"enabled": False, "builder": None, "phases": []}
-    data["evaluation"] |= {"before_and_after": False, "save_trajectories": False, "max_new_tokens": None}
-    if not gpu:
-        data["rollout"]["max_total_tokens"] = 8192
-    return Settings.model_validate(data)
+    return changed(settings, changes)
 
 
 def part(context: Context, name: str, deadline_s: float) -> dict[str, Any]:
