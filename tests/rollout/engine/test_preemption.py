@@ -48,20 +48,27 @@ async def test_the_real_engine_goes_on_from_the_same_tokens(tiny_model: Path) ->
         budget.set_length(key, 20)
         budget.release(key)
     budget.observe(0, {})
-    problems = [Problem(f"q{i}", [{"role": "user", "content": f"{i}?"}], ["1"]) for i in range(2)]
-    given: Any = iter([[Slice(i, problem, list(range(8))) for i, problem in enumerate(problems)], None])
+    problems: list[Problem] = []
     back: list[Trajectory] = []
-
-    async def next_work(room: int) -> list[Slice] | None:
-        return next(given)
 
     async def ended(work: Slice, trajectory: Trajectory) -> None:
         back.append(trajectory)
 
-    runner = TrajectoryRunner(loop, AdmissionQueue(budget), next_work, ended)
-    engine.on_report = runner.observe
-    try:
+    async def roll_out(group: int) -> None:
+        more = [Problem(f"q{i}", [{"role": "user", "content": f"{i}?"}], ["1"]) for i in (group, group + 1)]
+        problems.extend(more)
+        given: Any = iter([[Slice(i, problem, list(range(8))) for i, problem in enumerate(more, group)], None])
+
+        async def next_work(room: int) -> list[Slice] | None:
+            return next(given)
+
+        runner = TrajectoryRunner(loop, AdmissionQueue(budget), next_work, ended)
+        engine.on_report = runner.observe
         await asyncio.wait_for(runner.run(), 300)
+
+    try:
+        while not loop.stats.preemptions and len(problems) < 20:
+            await roll_out(len(problems))  # on a busy machine the engine may help itself before its report is read
     finally:
         await engine.close()
     assert budget.running == 0 and budget.reserved_tokens == budget.used_tokens == 0
@@ -69,7 +76,7 @@ async def test_the_real_engine_goes_on_from_the_same_tokens(tiny_model: Path) ->
     assert loop.stats.sums()["preemptions"] == loop.stats.preemptions
     assert {(t.query_id, t.rollout_index) for t in back} == {(p.query_id, i) for p in problems for i in range(8)}
     assert all(t.usable for t in back), [t.error for t in back]
-    assert loop.stats.trajectories == len(back) == 16
+    assert loop.stats.trajectories == len(back) == 8 * len(problems)
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
     for trajectory in back:
         trajectory.check()
