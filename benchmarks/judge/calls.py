@@ -165,7 +165,9 @@ async def closed_loop(url: str, tree: Tree, case: str, clients: int, seconds: fl
     lost = 0
     async with (
         JudgeClient(url, max_concurrency=clients, request_timeout_s=120, max_outage_s=60) as client,
-        aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=3600)) as http,
+        aiohttp.ClientSession(
+            url, connector=aiohttp.TCPConnector(limit=clients), timeout=aiohttp.ClientTimeout(total=3600)
+        ) as http,
     ):
         await client.run("1")
         others = [asyncio.create_task(_disturb(url, case, numbers)) for _ in range(case in BACKGROUND)]
