@@ -116,9 +116,9 @@ def difference(
         return None
     at = [[curve.at(place) for curve in side] for side in sides]
     tail = [[curve.before(place, last) for curve in side] for side in sides]
-    at_place, at_end = (bootstrap(*values, paired=paired) for values in (at, tail))
+    interval = paired_bootstrap if paired else bootstrap
     means = statistics.fmean(tail[0]), statistics.fmean(tail[1])
-    return Difference(place, at_place, at_end, means, (len(sides[0]), len(sides[1])), paired)
+    return Difference(place, interval(*at), interval(*tail), means, (len(sides[0]), len(sides[1])), paired)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,20 +143,26 @@ class _Curve:
         return statistics.fmean(last_values(self.series, end, steps))
 
 
-def bootstrap(reference: Sequence[float], arm: Sequence[float], *, paired: bool = False) -> Interval:
+def bootstrap(reference: Sequence[float], arm: Sequence[float]) -> Interval:
     """mean(arm) - mean(reference), with the 95 % percentile interval over seeds drawn with replacement in each arm.
 
     Deviations from an arm's mean are widened by sqrt(n / (n - 1)), because n draws from n seeds spread too little.
-    paired: values stand in the order of the same seeds, and what is drawn are the differences of pairs.
     """
-    if paired:  # their differences, against 0
-        reference, arm = [0.0], [b - a for a, b in zip(reference, arm, strict=True)]
     value = statistics.fmean(arm) - statistics.fmean(reference)
-    if len(arm) < 2 or (len(reference) < 2 and not paired):
+    if min(len(reference), len(arm)) < 2:
         return Interval(value)
     random = np.random.default_rng(0)
-    means = _drawn_means(arm, random)
-    low, high = np.percentile(means if paired else means - _drawn_means(reference, random), [2.5, 97.5])
+    low, high = np.percentile(_drawn_means(arm, random) - _drawn_means(reference, random), [2.5, 97.5])
+    return Interval(value, float(low), float(high))
+
+
+def paired_bootstrap(reference: Sequence[float], arm: Sequence[float]) -> Interval:
+    """As `bootstrap`, of values in the order of the same seeds: what is drawn are the differences of pairs."""
+    differences = [b - a for a, b in zip(reference, arm, strict=True)]
+    value = statistics.fmean(differences)
+    if len(differences) < 2:
+        return Interval(value)
+    low, high = np.percentile(_drawn_means(differences, np.random.default_rng(0)), [2.5, 97.5])
     return Interval(value, float(low), float(high))
 
 

@@ -10,7 +10,6 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -139,8 +138,10 @@ def _runs_below(path: Path) -> Iterator[list[Source]]:
     events = {place: sorted(place.rglob(f"{EVENT_FILE}*"), key=_by_name) for place in _topmost(path, f"{EVENT_FILE}*")}
     yield [(place, "", partial(read_tensorboard, files=files)) for place, files in events.items()]  # by their time
     # run-ID.wandb; a run that was resumed has a file of the same name in another directory
-    offline = [list(same) for _, same in groupby(sorted(sorted(path.rglob("*.wandb")), key=_by_name), _by_name)]
-    yield [(files[0], "", partial(read_wandb, files=files)) for files in offline]
+    offline: defaultdict[str, list[Path]] = defaultdict(list)
+    for file in sorted(path.rglob("*.wandb")):
+        offline[file.name].append(file)
+    yield [(files[0], "", partial(read_wandb, files=files)) for files in offline.values()]
     logs = [file for file in sorted(path.rglob("*")) if file.suffix.lower() in LOG_SUFFIXES and file.is_file()]
     yield [source for file in logs for source in _file_sources(file)]
 

@@ -30,7 +30,9 @@ class Rewards:
         timeout_s = settings.function_timeout_s
         self._pool = GraderPool(settings.num_workers, settings.timeout_s, mode=settings.mode)
         self._processes = ProcessPool(plain, settings.num_workers, timeout_s, settings.function_memory_mb)
-        self._caller = AsyncCaller(settings.function_concurrency, timeout_s, settings.function_retries)
+        self._caller: AsyncCaller | None = None  # its thread is for async functions alone
+        if len(plain) < len(self._own):
+            self._caller = AsyncCaller(settings.function_concurrency, timeout_s, settings.function_retries)
 
     async def grade(self, items: Sequence[Item]) -> None:
         """Set `reward`, `positive`, `reward_terms`, `grade_detail` and `answer` of each trajectory.
@@ -49,6 +51,7 @@ class Rewards:
             return await asyncio.gather(*map(self._math, items))
         function = self._own[term.name]
         if function.is_async:
+            assert self._caller is not None
             return await asyncio.gather(*(self._caller.grade(function, item) for item in items))
         return await self._processes.grades(term.name, items)
 
@@ -74,7 +77,8 @@ class Rewards:
     def close(self) -> None:
         self._pool.close()
         self._processes.close()
-        self._caller.close()
+        if self._caller is not None:
+            self._caller.close()
 
     def __enter__(self) -> Self:
         return self

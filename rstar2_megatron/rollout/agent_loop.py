@@ -128,15 +128,18 @@ class AgentLoop:
             self.tools.expect(trajectory)
             turns = Turns(self, problem, trajectory, deadline, on_progress, preemption, one_turn, number)
             trajectory.finish_reason = await turns.until_end(conversation)
-        except (Parked, EngineUnrecoverable) as error:
-            if isinstance(error, EngineUnrecoverable):
-                self.engine_gone = self.engine_gone or str(error)
+        except Parked:
             parked = not self.cutting
             trajectory.finish_reason = None if parked else FinishReason.CUT
-        except (Interrupted, UserCodeError) as error:
+        except EngineUnrecoverable as error:
+            self.engine_gone = self.engine_gone or str(error)
+            parked = not self.cutting
+            trajectory.finish_reason = None if parked else FinishReason.CUT
+        except UserCodeError as error:
             trajectory.finish_reason, trajectory.error = FinishReason.INFRASTRUCTURE, str(error)
-            if isinstance(error, UserCodeError):
-                trajectory.user_error = error.kind
+            trajectory.user_error = error.kind
+        except Interrupted as error:
+            trajectory.finish_reason, trajectory.error = FinishReason.INFRASTRUCTURE, str(error)
         except Exception as error:
             log.exception("trajectory %s#%d failed", problem.query_id, rollout_index)
             trajectory.finish_reason, trajectory.error = FinishReason.INFRASTRUCTURE, f"{type(error).__name__}: {error}"

@@ -24,8 +24,14 @@ WITHOUT_MEANING: tuple[tuple[str, str], ...] = (
     *(
         (f"rollout.{name}", "set rollout.sglang.server_args for engine fields")
         for name in (
-            *("sglang.decode_log_interval", "sglang.use_torch_compile", "sglang.torch_compile_max_bs", "rollout_engine_config"),
-            *("enforce_eager", "cuda_graph_max_bs", "disable_log_stats", "use_fast"),
+            "sglang.decode_log_interval",
+            "sglang.use_torch_compile",
+            "sglang.torch_compile_max_bs",
+            "rollout_engine_config",
+            "enforce_eager",
+            "cuda_graph_max_bs",
+            "disable_log_stats",
+            "use_fast",
         )
     ),
     *(

@@ -19,7 +19,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
-# Every second digit apart: what Qwen's pattern has in place of Llama 3's groups of up to three.
+# Llama 3's pattern, but for digits: Qwen's stand alone, Llama 3's in groups of up to three.
 _QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _INDEX = "application/vnd.pypi.simple.v1+json"
 _VLLM = "0.33.0", "f4c33c2503d52bb411146afa9618a4f48bed68912f617e6803ac8d76e4c74112"
