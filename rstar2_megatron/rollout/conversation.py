@@ -19,7 +19,7 @@ from rstar2_megatron.trajectory import Problem
 
 @dataclass(frozen=True)
 class Conversation:
-    """One trajectory's."""
+    """How the turns of one trajectory are composed."""
 
     problem: Problem  # as the prompt states it
     compose: Callable[[Dialogue], Awaitable[None]]
