@@ -16,6 +16,9 @@ from rstar2_megatron.judge.outcome import Outcome
 from tests.judge.conftest import MEMORY_MB, Run
 from tests.judge.waiting import until
 
+# A cell that runs past its limit on any machine: one that computes is told "too busy" where others leave it no CPU.
+SLEEP = "import time\nwhile True: time.sleep(0.1)"
+
 
 @pytest.fixture
 async def client(judge: JudgeService) -> AsyncIterator[JudgeClient]:
@@ -60,7 +63,7 @@ async def test_sessions_do_not_see_each_other(client: JudgeClient, name: str) ->
 
 async def test_a_cell_over_its_time_is_interrupted_and_keeps_its_names(client: JudgeClient, name: str) -> None:
     await client.run("x = 5", session=name)
-    result = await client.run("x = 6\nprint('before')\nwhile True: pass", session=name, options={"time_limit_s": "1.0"})
+    result = await client.run(f"x = 6\nprint('before')\n{SLEEP}", session=name, options={"time_limit_s": "1.0"})
     assert (result.outcome, result.session, result.stdout) == (Outcome.TIMEOUT, "kept", "before\n")
     assert "KeyboardInterrupt" in result.stderr
     assert (await client.run("x", session=name)).stdout == "6\n"
@@ -68,7 +71,7 @@ async def test_a_cell_over_its_time_is_interrupted_and_keeps_its_names(client: J
 
 
 async def test_a_cell_that_cannot_be_interrupted_ends_the_session(client: JudgeClient, name: str) -> None:
-    stubborn = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: pass"
+    stubborn = f"import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n{SLEEP}"
     await client.run("x = 5", session=name)
     result = await client.run(stubborn, session=name, options={"time_limit_s": "0.5"})
     assert (result.outcome, result.session) == (Outcome.TIMEOUT, "lost")
