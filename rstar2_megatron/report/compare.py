@@ -159,11 +159,7 @@ def bootstrap(reference: Sequence[float], arm: Sequence[float]) -> Interval:
 def paired_bootstrap(reference: Sequence[float], arm: Sequence[float]) -> Interval:
     """As `bootstrap`, of values in the order of the same seeds: what is drawn are the differences of pairs."""
     differences = [b - a for a, b in zip(reference, arm, strict=True)]
-    value = statistics.fmean(differences)
-    if len(differences) < 2:
-        return Interval(value)
-    low, high = np.percentile(_drawn_means(differences, np.random.default_rng(0)), [2.5, 97.5])
-    return Interval(value, float(low), float(high))
+    return bootstrap([0.0] * len(differences), differences)
 
 
 def _drawn_means(values: Sequence[float], random: np.random.Generator) -> np.ndarray:

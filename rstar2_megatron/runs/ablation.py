@@ -12,7 +12,6 @@ the problems and the sampling. Runs come seed by seed, so that an ablation that 
 
 from __future__ import annotations
 
-import difflib
 import json
 import signal
 import subprocess
@@ -109,12 +108,8 @@ def run_ablation(file: str, words: Sequence[str], arms: Sequence[str], seeds: Se
     if not path.is_file():
         raise ConfigError(f"no file {path}; examples/ablations/tiny.yaml is one")
     ablation = read_section(path, Ablation)
-    for arm in arms:
-        if arm not in ablation.arms:
-            near = difflib.get_close_matches(arm, ablation.arms, n=1, cutoff=0.0)
-            raise ConfigError(
-                f"--arms {arm}: {path.name} has no such arm, the nearest is {near[0]}; it has {', '.join(ablation.arms)}"
-            )
+    if strange := [arm for arm in arms if arm not in ablation.arms]:
+        raise ConfigError(f"--arms {strange[0]}: {path.name} has no such arm; it has {', '.join(ablation.arms)}")
     if strange := [seed for seed in seeds if not seed.isdigit()]:
         raise ConfigError(f"--seeds {strange[0]}: give whole numbers, e.g. --seeds 0,1,2")
     chosen, numbers = list(arms) or list(ablation.arms), [int(seed) for seed in seeds] or ablation.seeds
@@ -191,11 +186,8 @@ def _run(ablation: Ablation, runs: Sequence[ArmRun]) -> int:
                 if code:
                     failed += 1
                     end = "\n".join(run.log.read_text(errors="replace").splitlines()[-_SHOWN_LINES:])
-                    print(
-                        f"error: {run.name} ended with exit code {code}; the end of {run.log}:\n{end}",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+                    text = f"error: {run.name} ended with exit code {code}; the end of {run.log}:\n{end}"
+                    print(text, file=sys.stderr, flush=True)
             time.sleep(_POLL_S)
     finally:
         for process in running:

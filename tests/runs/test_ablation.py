@@ -154,7 +154,7 @@ def test_a_plan_says_what_each_run_would_do(file: Path, tmp_path: Path, capsys: 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--arms", "rock"], "--arms rock: ablation.yaml has no such arm, the nearest is roc; it has plain, roc, cispo"),
+        (["--arms", "rock"], "--arms rock: ablation.yaml has no such arm; it has plain, roc, cispo"),
         (["--seeds", "0,x"], "--seeds x: give whole numbers"),
         (["algorithm.policy_loss=clipped"], "arms roc and cispo are one configuration"),
         (["algorithm.groupsize=3"], "unknown key algorithm.groupsize; the nearest valid key is algorithm.group_size"),
