@@ -21,6 +21,7 @@ from rstar2_megatron.judge.outcome import Outcome
 from rstar2_megatron.judge.sandbox import linux
 from rstar2_megatron.judge.sandbox.call import Runner
 from rstar2_megatron.judge.sandbox.call_parent import CallEnd
+from rstar2_megatron.judge.sandbox.cgroup import CpuShare
 from rstar2_megatron.judge.sandbox.process_tree import Supervision, end_group, family, leave_priority, resident_bytes, usage_of
 from rstar2_megatron.judge.sandbox.sandbox import Program, Sandbox
 from rstar2_megatron.judge.sandbox.snippet import CELL_DONE, CELL_HEADER
@@ -57,10 +58,11 @@ class SessionRunner(Runner):
         verdict = self._send(job)
         if verdict is None:
             verdict = self._watch((self.end, self.channel.fileno()))
-        self.supervision.promote()
         if verdict is not None:
+            self.supervision.promote(CpuShare.NEW)  # with what others leave it might not come back in time
             self._interrupt()
         code = self._collect()
+        self.supervision.promote(CpuShare.NO_CALL)
         self._stop()
         cost = time.monotonic() - started
         for stream in (self.out, self.err):

@@ -167,9 +167,9 @@ class Supervision:
         usual_s = _LATER_LOOK_S if self.niceness else _NEXT_LOOK_S
         self.next_look = now + usual_s * random.uniform(0.5, 1.5)
 
-    def promote(self) -> None:
-        """At the end of a session's call: the next one begins with a full share. Without CPU groups that needs root."""
-        has_cpu_group = self.group is not None and self.group.set_share(CpuShare.NO_CALL)
+    def promote(self, share: CpuShare) -> None:
+        """At the limit or end of a session's call: undo its demotion. Without CPU groups that needs root."""
+        has_cpu_group = self.group is not None and self.group.set_share(share)
         if self.niceness and not has_cpu_group:
             for member in family(self.find_pid()):
                 with contextlib.suppress(OSError):

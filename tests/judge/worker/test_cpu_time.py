@@ -26,6 +26,7 @@ from tests.judge.calls import MARK, marked, processes, until_marked
 from tests.judge.waiting import until
 
 BURN = "import time\nwhile time.process_time() < {seconds}: pass\nprint('done')"
+BURN_MORE = "end = time.process_time() + 0.05\n    while time.process_time() < end: pass\n    print('done')"
 KERNEL = tuple(map(int, os.uname().release.split("-")[0].split(".")[:2]))
 FORKS = f"{MARK}import os\nfor _ in range(8):\n    if os.fork() == 0: break\nwhile True: pass"
 
@@ -131,11 +132,11 @@ async def test_the_service_goes_before_the_calls_it_runs(crowded: JudgeService) 
 
 
 @contextlib.contextmanager
-def busy() -> Iterator[int]:
-    """A process on the first core that computes for ever."""
+def busy(core: int = min(os.sched_getaffinity(0))) -> Iterator[int]:
+    """A process on one core that computes for ever."""
     pid = os.fork()
     if pid == 0:
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        os.sched_setaffinity(0, {core})
         while True:
             pass
     try:
@@ -143,6 +144,22 @@ def busy() -> Iterator[int]:
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+
+
+async def test_a_cell_at_its_limit_has_its_share_again(crowded: JudgeService) -> None:
+    """With what others leave, which it had before, it would not come back in time, and its names would be lost."""
+    program = f"try:\n    for _ in iter(int, 1): pass\nexcept KeyboardInterrupt:\n    {BURN_MORE}"
+    async with JudgeClient(crowded.url, time_limit_s=1.5) as client:
+        session = uuid.uuid4().hex
+        await client.run("import time", session=session)
+        call = asyncio.create_task(client.run(program, session=session))
+        await asyncio.sleep(1.2)
+        with contextlib.ExitStack() as neighbours:
+            for core in 3 * sorted(os.sched_getaffinity(0)):
+                neighbours.enter_context(busy(core))
+            result = await call
+        assert (result.outcome, result.session, result.stdout) == (Outcome.TIMEOUT, "kept", "done\n")
+        await client.close_session(session)
 
 
 class Scripted:
