@@ -40,3 +40,16 @@ def test_a_sequence_level_loss_is_the_same_on_every_layout(
             assert mine["actor/clip_fraction"] == 0 and right["actor/loss/sequence_ratio"] > 0
             for key in KEYS:
                 assert mine[key] == pytest.approx(right[key], rel=1e-4, abs=1e-5), key
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("loss", ["gspo", "gspo-token"])
+def test_gspo_is_the_same_on_context_and_data_parallel_ranks(pool: RankPool, models: dict[str, Path], loss: str) -> None:
+    expected = pool.run(training.train, 1, settings(policy_loss=loss), models["qwen2"], BATCHES)[0]
+    clipped = pool.run(training.train, 1, settings(), models["qwen2"], BATCHES)[0]
+    assert abs(expected[0]["actor/policy_loss"] - clipped[0]["actor/policy_loss"]) > 1e-4
+    layout = settings(model={"context_parallel_size": 2}, policy_loss=loss)
+    for rank in pool.run(training.train, 4, layout, models["qwen2"], BATCHES):
+        for mine, right in zip(rank, expected, strict=True):
+            for key in ("actor/policy_loss", "actor/grad_norm", "actor/clip_fraction"):
+                assert mine[key] == pytest.approx(right[key], rel=1e-4, abs=1e-5), key
