@@ -271,8 +271,7 @@ class CallRunner(Runner):
                 verdict = self._watch((parent.fileno(),))
             finally:
                 if verdict is not None:
-                    if self.group is not None:  # what the program writes at a limit has little time
-                        self.group.set_share(CpuShare.NEW)
+                    self.supervision.promote(CpuShare.NEW)  # what the program writes at a limit has little time
                     parent.end_call()
                 end = parent.take_end()
                 if verdict is not None:

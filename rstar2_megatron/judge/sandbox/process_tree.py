@@ -168,7 +168,7 @@ class Supervision:
         self.next_look = now + usual_s * random.uniform(0.5, 1.5)
 
     def promote(self, share: CpuShare) -> None:
-        """At the limit or end of a session's call: undo its demotion. Without CPU groups that needs root."""
+        """At the limit of a call, and at the end of a session's: undo its demotion. Without CPU groups that needs root."""
         has_cpu_group = self.group is not None and self.group.set_share(share)
         if self.niceness and not has_cpu_group:
             for member in family(self.find_pid()):

@@ -26,7 +26,6 @@ from tests.judge.calls import MARK, marked, processes, until_marked
 from tests.judge.waiting import until
 
 BURN = "import time\nwhile time.process_time() < {seconds}: pass\nprint('done')"
-BURN_MORE = "end = time.process_time() + 0.05\n    while time.process_time() < end: pass\n    print('done')"
 KERNEL = tuple(map(int, os.uname().release.split("-")[0].split(".")[:2]))
 FORKS = f"{MARK}import os\nfor _ in range(8):\n    if os.fork() == 0: break\nwhile True: pass"
 
@@ -148,7 +147,14 @@ def busy(core: int = min(os.sched_getaffinity(0))) -> Iterator[int]:
 
 async def test_a_cell_at_its_limit_has_its_share_again(crowded: JudgeService) -> None:
     """With what others leave, which it had before, it would not come back in time, and its names would be lost."""
-    program = f"try:\n    for _ in iter(int, 1): pass\nexcept KeyboardInterrupt:\n    {BURN_MORE}"
+    program = """
+try:
+    for _ in iter(int, 1): pass
+except KeyboardInterrupt:
+    end = time.process_time() + 0.05
+    while time.process_time() < end: pass
+    print('done')
+"""
     async with JudgeClient(crowded.url, time_limit_s=1.5) as client:
         session = uuid.uuid4().hex
         await client.run("import time", session=session)
@@ -158,7 +164,7 @@ async def test_a_cell_at_its_limit_has_its_share_again(crowded: JudgeService) ->
             for core in 3 * sorted(os.sched_getaffinity(0)):
                 neighbours.enter_context(busy(core))
             result = await call
-        assert not result.ok  # whether by its limit, or because the machine left it too little CPU
+        assert result.outcome in (Outcome.TIMEOUT, Outcome.INTERNAL_ERROR)  # the latter: the machine left it too little CPU
         assert (result.session, result.stdout) == ("kept", "done\n")
         await client.close_session(session)
 
