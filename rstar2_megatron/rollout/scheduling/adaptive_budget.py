@@ -71,8 +71,8 @@ class AdaptiveBudget(KVBudget):
         """Trajectories to park: first those with long tool waits in a crowded cache, then those with the fewest tokens.
 
         A trajectory that waits for a tool does not decode, and the engine drops its tokens when it needs the space. So its
-        reservation is free at once. Then the trajectories with the fewest response tokens are parked, until the others fit
-        with their growth up to the next report.
+        reservation is free at once. Then the trajectories with the fewest response tokens are parked, until the others fit.
+        Until the next report they grow into what `z` keeps free, and into the room of those that end.
 
         The engine itself would evict only when its cache is full, and would first drop the prefixes of trajectories in a
         tool call, long ones included. The trajectory with the most tokens always stays, so that one always ends.
@@ -80,17 +80,16 @@ class AdaptiveBudget(KVBudget):
         away = self._free_waiting()
         staying = {key: reservation for key, reservation in self._reservations.items() if key not in self._leaving}
         users = Counter(reservation.group for reservation in staying.values())
-        growth = self._growth / max(1, self.running)  # tokens per trajectory until the next report
         prompts = {reservation.group: reservation.prompt_tokens for reservation in staying.values()}
-        need: float = self._uncounted + sum(prompts.values())
-        need += sum(reservation.response_tokens + growth for reservation in staying.values())
+        need = self._uncounted + sum(prompts.values())
+        need += sum(reservation.response_tokens for reservation in staying.values())
         chosen: list[Hashable] = []
         for key in sorted(staying, key=lambda k: staying[k].response_tokens)[:-1]:
             if need <= self.capacity_tokens:
                 break
             reservation = staying[key]
             users[reservation.group] -= 1
-            need -= reservation.response_tokens + growth + (0 if users[reservation.group] else reservation.prompt_tokens)
+            need -= reservation.response_tokens + (0 if users[reservation.group] else reservation.prompt_tokens)
             chosen.append(key)
         self._leaving.update(chosen)
         if chosen:

@@ -40,8 +40,6 @@ class KVBudget:
         self._prompts: Counter[Hashable] = Counter()
         self._prompt_tokens = 0  # prompts of running groups
         self._reserved = 0  # response tokens
-        self._grown = 0  # new tokens since the last report
-        self._growth = 0  # new tokens between the last two reports
         self._uncounted = 0  # tokens that the engine holds beyond `used_tokens`
         self._leaving: set[Hashable] = set()  # preempted and not released yet
         self._away: set[Hashable] = set()  # the part of `_leaving` whose reservation is already freed
@@ -102,7 +100,7 @@ class KVBudget:
         if key in self._away:
             return
         reservation = self._reservations[key]
-        self._grow(reservation, length)
+        reservation.length = length
         self._length_changed(key, reservation)
 
     def release(self, key: Hashable, *, finished: bool = True) -> None:
@@ -135,8 +133,7 @@ class KVBudget:
         """
         for key, length in lengths.items():
             if key not in self._away:
-                self._grow(self._reservations[key], length)
-        self._growth, self._grown = self._grown, 0
+                self._reservations[key].length = length
         self._uncounted = max(0, engine_tokens - self.used_tokens)
 
     def preempt(self) -> list[Hashable]:
@@ -145,10 +142,6 @@ class KVBudget:
         Base policies never preempt.
         """
         return []
-
-    def _grow(self, reservation: KVReservation, length: int) -> None:
-        self._grown += max(0, length - reservation.length)
-        reservation.length = length
 
     # overridden by policies
 
