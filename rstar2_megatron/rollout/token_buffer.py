@@ -26,6 +26,8 @@ class TokenBuffer:
         """
         if logprobs is not None and len(ids) != len(logprobs):
             raise ValueError(f"the engine answered with {len(ids)} token ids and {len(logprobs)} log-probs")
+        if not len(ids):  # nothing to write into arrays that have no room yet, and that Ray may have made read-only
+            return
         start, end = self._used, self._used + len(ids)
         if end > len(self._arrays[0]):
             room = max(_FIRST_ROOM, 2 * end)

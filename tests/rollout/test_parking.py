@@ -9,7 +9,7 @@ import pytest
 
 from rstar2_megatron.rollout.agent_loop import Preemption
 from rstar2_megatron.tools import JUPYTER
-from rstar2_megatron.trajectory import FinishReason
+from rstar2_megatron.trajectory import FinishReason, Trajectory
 from tests.rollout.written import (
     ANSWER,
     CELL,
@@ -131,6 +131,25 @@ async def test_a_turn_that_new_weights_interrupt_goes_on_from_its_tokens(tokeniz
     loop = make_loop(tokenizer, [call(), ANSWER])
     loop.engine = engine
     assert_same_tokens(await loop.run(PROBLEM, 0), expected)
+
+
+async def test_new_weights_right_after_a_trajectory_has_come_through_ray_cost_it_nothing(tokenizer) -> None:
+    """What Ray hands on is read-only, and the engine may answer without a token."""
+    expected, _ = await run(tokenizer, [call(), ANSWER])
+    loop = make_loop(tokenizer, [call(), ANSWER])
+    loop.engine = engine = ParkableEngine(tokenizer, [call(), ANSWER])
+    preemption = Preemption()
+    task = asyncio.create_task(loop.run(PROBLEM, 0, preemption=preemption))
+    await until_in("first turn", engine, WrittenJudge())
+    await loop.preempt(preemption)
+    parked = await task
+    assert len(parked.response_ids)
+    for name in Trajectory.ARRAYS:
+        getattr(parked, name).flags.writeable = False
+    loop.engine = engine = InterruptedEngine(tokenizer, engine.turns, cuts=[0, 2], version=7)
+    done = await loop.run(PROBLEM, 0, resume=parked)
+    assert done.finish_reason is FinishReason.ANSWERED and not engine.cuts
+    assert_same_tokens(done, expected)
 
 
 async def test_new_weights_after_the_last_token_of_the_budget_end_the_trajectory(tokenizer) -> None:
