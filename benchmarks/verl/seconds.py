@@ -163,7 +163,8 @@ def compared(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     shared = [name for name in means[VERL] if means[VERL][name] > 0 and name in means[OURS]]
     drawn: dict[str, list[float]] = {name: [] for name in shared}
     for _ in range(2000):
-        again = {arm: figures(draw.choices(of_arm, k=len(of_arm))) for arm, of_arm in runs.items()}
+        rounds = draw.choices(range(len(runs[VERL])), k=len(runs[VERL]))  # of both arms: the machine's speed changes
+        again = {arm: figures([of_arm[number] for number in rounds]) for arm, of_arm in runs.items()}
         for name in shared:
             drawn[name].append(again[OURS].get(name, 0.0) / again[VERL][name] if again[VERL].get(name) else 0.0)
     ratios = {

@@ -20,9 +20,10 @@ def run(step: float, start: float) -> dict[str, Any]:
 def test_ratios_are_of_means_over_the_steps_of_all_rounds() -> None:
     found = compared({VERL: [run(8.0, 40.0), run(12.0, 60.0)], OURS: [run(4.0, 25.0), run(6.0, 25.0)]})
     assert found[VERL]["wall_s/step"] == 10.0 and found[OURS]["cpu_ms_a_token"] == 10.0
-    ratio, low, high = found["ours_over_verl"]["wall_s/step"]
-    assert ratio == 0.5 and 0.33 <= low <= ratio <= high <= 0.75
-    assert found["ours_over_verl"]["start_s"][0] == 0.5 and found["ours_over_verl"]["peak_gb"] == [1.0, 1.0, 1.0]
+    # a round is drawn with both arms: the second round's slower machine does not widen the interval
+    assert found["ours_over_verl"]["wall_s/step"] == [0.5, 0.5, 0.5]
+    assert found["ours_over_verl"]["start_s"] == [0.5, 0.417, 0.625]
+    assert found["ours_over_verl"]["peak_gb"] == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(("arm", "prefix"), [(VERL, "timing_s/"), (OURS, "time/")])
