@@ -73,16 +73,14 @@ class Cleaner:
         """The row to keep. Raises Unusable with the reason to drop it, DataError for a row of another shape."""
         published, answer = SOURCES[name].parse(row)
         text = strip_wrappers(published)
-        if not text or not answer.strip():
+        tokens = words(text)
+        if not tokens or not answer.strip():
             raise Unusable("no problem or no answer")
         if contradicts_template(text):
             raise Unusable("asks for another form of answer")
         integer = integer_answer(answer, self.options.max_answer_digits)
         if integer is None:
             raise Unusable("answer is no integer")
-        tokens = words(text)
-        if not tokens:
-            raise Unusable("no problem or no answer")
         key = fingerprint(tokens)
         if key in self.answers:
             if self.answers[key] != integer:

@@ -76,12 +76,11 @@ def tokenizer_problems(
         words = words if isinstance(words, dict) else {word[0]: i for i, word in enumerate(words)}
         added |= {token["content"]: token["id"] for token in raw.get("added_tokens") or []}
         added |= {entry["content"]: int(i) for i, entry in (config.get("added_tokens_decoder") or {}).items()}
-        size = max([*words.values(), *added.values()], default=-1) + 1
+        size = max([*words.values(), *added.values()]) + 1 if words else 0
     except (AttributeError, KeyError, TypeError, ValueError):
+        size = 0
+    if not size:
         yield f"{path} is no tokenizer of transformers: expected tokens and their numbers; {AGAIN}"
-        return
-    if not words:
-        yield f"{path} has no vocabulary; {AGAIN}"
         return
     if size > model.vocab_size:
         beyond = sorted((i, token) for token, i in added.items() if i >= model.vocab_size)

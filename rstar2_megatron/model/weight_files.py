@@ -116,9 +116,7 @@ def _header(file: Path) -> dict[str, StoredTensor]:
     except OSError as error:
         raise ValueError(f"{file}: {error.strerror or error}; check that it is there and who may read it") from None
     except SafetensorError as error:
-        short = "header too" in str(error)  # small, or large for the file
-        what = f"truncated: {size} bytes end inside its header" if short else f"truncated or damaged: {size} bytes, {error}"
-        raise ValueError(f"{file} is {what}; {AGAIN}") from None
+        raise ValueError(f"{file} is truncated or damaged: {size} bytes, {error}; {AGAIN}") from None
     stored.pop("__metadata__", None)
     return {
         name: StoredTensor(name, file, part["dtype"], tuple(part["shape"]), start + part["data_offsets"][0])

@@ -17,7 +17,7 @@ Algebra = Callable[[str, str, str], bool | None]
 
 _JOINTS = (",", "and", "or")
 _RELATIONS = ("=", "<", ">", "\\le", "\\ge", "\\ne", "\\in")
-_NAME = rf"(?:[a-zA-Z]|\\(?!infty|pi)[a-z]+|\S+\{{\S+\}}|[a-zA-Z]\(\S*\)|{UPRIGHT}\w+)"
+_NAME = rf"(?:[a-zA-Z]|\\angle [A-Z]{{1,3}}|[A-Z]{{2,3}}|\\(?!infty|pi)[a-z]+|\S+\{{\S+\}}|[a-zA-Z]\(\S*\)|{UPRIGHT}\w+)"
 _SIDE = r"(?:(?!\\[lg]e )[^<>=])+"
 _REWRITTEN = [  # one spelling for sets and inequalities: x \in and an interval
     (r"\\\{ (?:\w|\w \\in \\mathbb\{R\}) (?:\||:) (.+) \\\}", r"\1"),
@@ -33,7 +33,8 @@ _REWRITTEN = [  # one spelling for sets and inequalities: x \in and an interval
     (rf"({_SIDE}) \\le ({_NAME}) (<|\\le) ({_SIDE})", r"\2 \\in [ \1 , \4 \3"),
     (r"(\S+ \\in . .+ , .+) <", r"\1 )"),
     (r"(\S+ \\in . .+ , .+) \\le", r"\1 ]"),
-    (r"(?!\d\d? : [0-5]\d$)([^:]+) : ([^:]+)", r"( \1 ) / ( \2 )"),  # a ratio, unless it may be a time
+    (r"(?!\d\d? : [0-5]\d(?: : [0-5]\d|$| .m$))([^:]+) : ([^:]+)", r"( \1 ) / ( \2 )"),  # a ratio, unless it may be a time
+    (r"(?!\d\d? : [0-5]\d : [0-5]\d$)([^:]+) : ([^:]+) : ([^:]+)", r"( ( \1 ) / ( \2 ) , ( \2 ) / ( \3 ) )"),
 ]
 
 _LETTER = f"{UPRIGHT}?([A-Z])"
@@ -121,6 +122,8 @@ class Comparison:
             a, b = a.removesuffix(f" {their_unit}"), b.removesuffix(f" {our_unit}")
         if our_unit and their_unit and our_unit != their_unit:
             return False
+        if {our_unit, their_unit} == {"", "deg"} and "\\pi" in f"{a} {b}":  # radians beside degrees
+            a, b = (f"( {text} ) \\deg" if unit else text for text, unit in ((a, our_unit), (b, their_unit)))
         x, y = (number(f"{text}/100" if unit == "%" else text) for text, unit in ((a, our_unit), (b, their_unit)))
         if x is not None and y is not None:
             return x == y
@@ -257,7 +260,7 @@ def choice(text: str) -> tuple[str, str] | None:
 
 def _words(text: str) -> list[str]:
     """The words of a text answer ("Monday", "no solution"); empty for anything else."""
-    words = re.findall("[a-z]+", text.casefold()) if _WORDS.fullmatch(text) else []
+    words = re.findall("[a-z]+", text.casefold()) if _WORDS.fullmatch(text) and "and" not in text.split() else []
     return words if max(map(len, words), default=0) >= 3 else []
 
 

@@ -29,10 +29,17 @@ _SAME = {
     "\\{": "\\lbrace", "\\}": "\\rbrace",
     "|": "\\lvert \\rvert \\vert \\mid", "\\cdot": "* \\times \\ast", "/": "\\div", "^": "**", "%": "\\% percent percentage",
     "\\to": "\\rightarrow \\longrightarrow", "\\Rightarrow": "\\implies \\Longrightarrow", "\\emptyset": "\\varnothing",
+    "\\pmod": "\\mod \\bmod mod",
     "\\ldots": "\\dots \\cdots \\dotsc \\dotsb ...", "\\setminus": "\\backslash \\smallsetminus", ",": "; where for with",
     "and": "\\land \\wedge", "or": "\\lor \\vee", "dollar": "\\$ $", "euro": "€", "pound": "£",
 }  # fmt: skip
 _ALIASES = {other: token for token, others in _SAME.items() for other in others.split()}
+_POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_PHRASES = {  # by the sign that an answer in words stands for
+    "\\emptyset": r"(?:there (?:is|are) )?no (?:real |such )?(?:solution|root)s?|(?:the )?empty set",
+    "\\mathbb{R}": r"(?:all |the )(?:reals|real numbers?)|real numbers",
+    "\\infty": r"(?:positive )?infinity",
+}
 
 _MARKDOWN = re.compile(r"(?<!\S)(\*\*\*|\*\*|__|[*_`])\s*([^*_`\s](?:[^`]*?[^*_`\s])?)\s*\1(?!\w)")
 _WRAPPING = r"(?:(text(?:bf|it|rm|sf|tt|normal)?|mathrm|mbox|operatorname\*?)|mathbf|mathit|boldsymbol|bm|boxed)"
@@ -79,11 +86,14 @@ def spell(answer: str) -> str:
     text = re.sub(r" [.,] (?=& |\\\\ |\\end)", " ", _ALONE.sub(r"\1", text))
     text = re.sub(r"(?<=[\d})]) \\(min|sec)(?= /|$)", rf" {UPRIGHT}\1", text)  # without an argument it is a unit
     text = re.sub(r"^(?:\x01?(?:the|final|answer|option|choice|is) |[:=] )+|(?: ?[.,])+$", "", text, flags=re.IGNORECASE)
-    text = re.sub(r"(.) \( (\w \\in \S+) \)$", r"\1 , \2", text)
+    text = re.sub(r"(.) \( (\w \\in \S+) \)$", r"\1 , \2", re.sub(r"\( (\\pmod .+) \)$", r"\1", text))
+    text = re.sub(rf"(?<=\d) {UPRIGHT}?({'|'.join(_POWERS)})(?!\S)", lambda m: f" \\cdot 10 ^ {_POWERS[m[1]]}", text)
+    text = re.sub(r"(: \d\d) \x01?([AaPp])(?: \.)? ?\x01?[Mm]$", lambda m: f"{m[1]} {m[2].lower()}m", text)
     # which letter the integer of k\pi, k \in \mathbb{Z} is does not matter
     if bound := re.search(r"(?:^| )([a-z]) (?:.* )?, \1 \\in \S+$", text):
         text = re.sub(rf"(?<!\S){bound[1]}(?!\S)", r"\\bound", text)
-    return text
+    words = text.replace(UPRIGHT, "").lower()
+    return next((sign for sign, phrase in _PHRASES.items() if re.fullmatch(phrase, words)), text)
 
 
 def _ascii(text: str) -> str:
