@@ -37,6 +37,8 @@ def json_fault(error: ValueError | RecursionError, start: int = 0, unit: str = "
         name, escape = _ESCAPES.get(raw, (f"control character U+{ord(raw):04X}", f"\\u{ord(raw):04x}"))
         return f"a raw {name} inside a string at {place}", f"write {escape} in its place"
     remedy = next((text for begin, text in _REMEDIES.items() if error.msg.startswith(begin)), "")
+    if error.msg == "Expecting ',' delimiter" and error.doc[error.pos : error.pos + 1] in ("", "<"):  # of </tool_call>
+        remedy = "close each { and [ that is open"
     if not remedy or error.pos == start:
         remedy = "write one JSON object" + (" a line" if unit == "column" else "")
     return f"{error.msg.removesuffix(' at')} at {place}", remedy
