@@ -12,11 +12,12 @@ import threading
 from typing import Any
 
 from rstar2_megatron.extension import ToolError
-from rstar2_megatron.rollout.tool import CallContext, LimitedTool
+from rstar2_megatron.rollout.tool import CallContext, LimitedTool, Malformed
 from rstar2_megatron.settings.schema import AgentLoopSettings, McpSettings
 from rstar2_megatron.trajectory import ToolOutcome
 
 _START_S = 60.0
+_WRONG_ARGUMENTS, _CLOSED = -32602, -32000  # codes of JSON-RPC
 
 
 class McpServer:
@@ -66,8 +67,11 @@ class McpServer:
         client = self._client
         try:
             return await (await asyncio.shield(client)).call_tool(name, arguments)
-        except Exception:
-            if self._client is client:  # the next call connects again
+        except Exception as error:
+            code = getattr(error, "code", _CLOSED)  # of an error of the protocol
+            if code == _WRONG_ARGUMENTS:
+                raise Malformed(str(error)) from error
+            if code == _CLOSED and self._client is client:  # the next call connects again; no other call needs this connection
                 self._client = None
                 self._holder.cancel()
             raise
@@ -94,6 +98,8 @@ class McpTool(LimitedTool):
 
     async def run(self, arguments: dict[str, Any], context: CallContext) -> tuple[ToolOutcome, str]:
         def failed(error: BaseException) -> Exception:
+            if isinstance(error, Malformed):
+                return error
             return RuntimeError(f"the MCP server {self.server.settings.mcp}: {_innermost(error)}")
 
         result = await self.limited(self.server.call, {"name": self.name, "arguments": arguments}, failed)

@@ -36,7 +36,7 @@ class CallContext:
 
 
 class Malformed(ToolError):
-    """The arguments do not fit, as the types of the user's function show."""
+    """The arguments do not fit, as the types of the user's function show, or an MCP server says."""
 
 
 class Tool:

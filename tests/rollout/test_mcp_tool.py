@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import time
@@ -10,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from rstar2_megatron.rollout.tool import CallContext, Malformed
 from rstar2_megatron.rollout.tool_set import tools_of
 from rstar2_megatron.services.process import free_port
 from rstar2_megatron.settings.schema import AgentLoopSettings
-from rstar2_megatron.trajectory import FinishReason
+from rstar2_megatron.trajectory import FinishReason, ToolOutcome
 from tests.rollout.test_own_tool import call, outcomes, run
 from tests.rollout.written import ANSWER, PROBLEM, written
 
@@ -24,6 +26,7 @@ import os, sys, time
 sys.path.append({str(Path(mcp.__file__).parents[1])!r})
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
+from mcp.shared.exceptions import MCPError
 
 server = MCPServer("test")
 
@@ -36,6 +39,11 @@ def add(a: int, b: int = 1) -> int:
 def refuse(word: str) -> str:
     "Refuse a word."
     raise ToolError("no " + word)
+
+@server.tool()
+def strict(code: int) -> str:
+    "Answers with an error of the protocol."
+    raise MCPError(code, "words have at most 3 letters")
 
 @server.tool()
 def wait(s: float) -> str:
@@ -88,6 +96,21 @@ async def test_a_server_that_dies_is_no_error_of_the_model_and_is_started_again(
     assert outcomes(await loop.run(PROBLEM, 1)) == [("ok", "3")]
 
 
+async def test_errors_of_the_protocol_end_neither_the_connection_nor_other_calls(tokenizer, command: str) -> None:
+    """-32602 says that the arguments are wrong (servers of other languages check them so); -32603 is the server's failure."""
+    settings = settings_of(command)
+    trajectory, loop = await run(tokenizer, settings, call("strict", code=-32602), timeout_s=60)
+    assert outcomes(trajectory) == [("malformed", "Tool call failure\nreason: words have at most 3 letters")]
+    wait, strict = loop.tools.tools["wait"], loop.tools.tools["strict"]
+    context = CallContext(PROBLEM, loop.tools.judge, "")
+    waiting = asyncio.create_task(wait.run({"s": 1.0}, context))
+    await asyncio.sleep(0.2)
+    for code, error in ((-32602, Malformed), (-32603, RuntimeError)):
+        with pytest.raises(error, match="words have at most 3 letters"):
+            await strict.run({"code": code}, context)
+    assert await waiting == (ToolOutcome.OK, "waited")
+
+
 async def test_a_call_past_its_time(tokenizer, command: str) -> None:
     settings = settings_of(command, timeout_s=5, tools=["wait"])
     trajectory, _ = await run(tokenizer, settings, call("wait", s=0.0), call("wait", s=60.0), timeout_s=60)
@@ -116,5 +139,5 @@ def test_servers_that_give_no_tools(command: str, tmp_path: Path) -> None:
     for server in (f"{sys.executable} {tmp_path}/ends.py", "/no/such/command", "http://127.0.0.1:9/mcp"):
         with pytest.raises(ValueError, match=f"the MCP server {server} lists no tools: "):
             tools_of(settings_of(server))
-    with pytest.raises(ValueError, match="has no tool 'sub'; it has add, refuse, wait, die"):
+    with pytest.raises(ValueError, match="has no tool 'sub'; it has add, refuse, strict, wait, die"):
         tools_of(settings_of(command, tools=["sub"]))
