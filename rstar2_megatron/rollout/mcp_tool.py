@@ -7,6 +7,7 @@ again at the next call.
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
 import threading
 from typing import Any
@@ -49,7 +50,8 @@ class McpServer:
         if self.settings.mcp.startswith(("http://", "https://")):
             return Client(self.settings.mcp)
         command, *words = shlex.split(self.settings.mcp)
-        return Client(StdioServerParameters(command=command, args=words))
+        # Without `env` it would get PATH and its like alone, and no key of a service.
+        return Client(StdioServerParameters(command=command, args=words, env=dict(os.environ)))
 
     async def _list(self) -> list[Any]:
         async with self._connection() as client:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from rstar2_megatron.extension.user_code import FOLDERS
 from rstar2_megatron.rollout.tool import CallContext, Malformed
 from rstar2_megatron.rollout.tool_set import tools_of
 from rstar2_megatron.services.process import free_port
@@ -50,6 +51,11 @@ def wait(s: float) -> str:
     "Wait."
     time.sleep(s)
     return "waited"
+
+@server.tool()
+def variable(key: str) -> str:
+    "A variable of the server's environment."
+    return os.environ.get(key, "none")
 
 @server.tool()
 def die(word: str) -> str:
@@ -111,6 +117,18 @@ async def test_errors_of_the_protocol_end_neither_the_connection_nor_other_calls
     assert await waiting == (ToolOutcome.OK, "waited")
 
 
+async def test_the_command_counts_files_from_the_yaml_and_gets_the_environment(
+    tokenizer, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEY_OF_A_SERVICE", "x y")
+    entry = {"mcp": f"{sys.executable} server.py"}
+    keys = {"system_prompt": "{tools}", "user_prefix": "", "tools": [entry]}
+    settings = AgentLoopSettings.model_validate(keys, context={FOLDERS: [tmp_path / "elsewhere", tmp_path]})
+    trajectory, _ = await run(tokenizer, settings, call("variable", key="KEY_OF_A_SERVICE"), timeout_s=60)
+    assert outcomes(trajectory) == [("ok", "x y")]
+    assert settings.tools[0].mcp == command  # what is saved does not depend on where it was written
+
+
 async def test_a_call_past_its_time(tokenizer, command: str) -> None:
     settings = settings_of(command, timeout_s=5, tools=["wait"])
     trajectory, _ = await run(tokenizer, settings, call("wait", s=0.0), call("wait", s=60.0), timeout_s=60)
@@ -139,5 +157,5 @@ def test_servers_that_give_no_tools(command: str, tmp_path: Path) -> None:
     for server in (f"{sys.executable} {tmp_path}/ends.py", "/no/such/command", "http://127.0.0.1:9/mcp"):
         with pytest.raises(ValueError, match=f"the MCP server {server} lists no tools: "):
             tools_of(settings_of(server))
-    with pytest.raises(ValueError, match="has no tool 'sub'; it has add, refuse, strict, wait, die"):
+    with pytest.raises(ValueError, match="has no tool 'sub'; it has add, refuse, strict, wait, variable, die"):
         tools_of(settings_of(command, tools=["sub"]))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
 from rstar2_megatron.extension.choice import name_or_code
-from rstar2_megatron.extension.user_code import UserCode
+from rstar2_megatron.extension.user_code import FOLDERS, UserCode
 from rstar2_megatron.settings.sections.base import Section
 
 
@@ -113,6 +115,19 @@ class McpSettings(ToolLimits):
     """Command that starts it, or its address (http://host:port/mcp). Each rollout worker has its own connection."""
     tools: list[str] | None = None
     """Names of those to use; null: all."""
+
+    @field_validator("mcp")
+    @classmethod
+    def _found(cls, value: str, info: ValidationInfo) -> str:
+        """Files that a command names count from where paths of `UserCode` do; the program itself is found by PATH."""
+        if value.startswith(("http://", "https://")):
+            return value
+        folders = (info.context or {}).get(FOLDERS, [Path.cwd()])
+        words = shlex.split(value)
+        for at, word in enumerate(words):
+            if at or "/" in word:
+                words[at] = next((str(place) for folder in folders if (place := Path(folder) / word).is_file()), word)
+        return shlex.join(words)
 
 
 def _kind_of_tool(value: Any) -> str:
