@@ -9,13 +9,15 @@ import asyncio
 import contextlib
 import inspect
 import json
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
-from pydantic.errors import PydanticSchemaGenerationError
+from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError
 
 from rstar2_megatron.data.json_text import json_type
 from rstar2_megatron.extension import ToolError
@@ -27,6 +29,8 @@ from rstar2_megatron.tools import ToolSchema
 from rstar2_megatron.trajectory import Problem, ToolOutcome
 
 _PROBLEM = "problem"
+_NESTED = (list, dict, tuple, Union, UnionType)
+_PLAIN = (str, int, float, bool, dict, list, tuple, NoneType, Any, ...)
 _IDLE_S = 3600.0  # state of a trajectory that went on elsewhere is closed after this time
 
 
@@ -71,13 +75,18 @@ class OwnTool(LimitedTool):
         self._takes_problem = [n for n, one in parameters.items() if n == _PROBLEM or one.annotation is Problem]
         hidden = [*self._takes_problem, *([] if self.has_session else given)]
         shown = {n: one for n, one in parameters.items() if n not in hidden}
-        super().__init__(_schema(label, name, inspect.getdoc(self._call), shown), settings, agentloop)
         self._adapters: dict[str, TypeAdapter[Any]] = {}
+        others: dict[str, dict[str, Any]] = {}
         for n, one in shown.items():
+            if one.annotation is one.empty:
+                raise UserCodeError(f"parameter {n!r} of {label} has no type; write e.g. `{n}: str`")
             try:
                 self._adapters[n] = TypeAdapter(one.annotation)
-            except PydanticSchemaGenerationError:
+                if not _is_plain(one.annotation):
+                    others[n] = self._adapters[n].json_schema()
+            except (PydanticSchemaGenerationError, PydanticInvalidForJsonSchema):
                 raise UserCodeError(f"parameter {n!r} of {label} has the type {one.annotation}, which no JSON fits") from None
+        super().__init__(_schema(label, name, inspect.getdoc(self._call), shown, others), settings, agentloop)
         self._states: dict[str, _State] = {}
 
     # ------------------------------------------------------------------------------------------ one call
@@ -169,19 +178,26 @@ def _parameters(label: str, function: Callable[..., Any], *, method: bool) -> di
     return found
 
 
-def _schema(label: str, name: str, doc: str | None, parameters: Mapping[str, inspect.Parameter]) -> ToolSchema:
+def _is_plain(annotation: Any) -> bool:
+    """Whether transformers knows the type; of an Enum or a date it would say that it is an object."""
+    kind = get_origin(annotation)
+    return annotation in _PLAIN or kind is Literal or (kind in _NESTED and all(map(_is_plain, get_args(annotation))))
+
+
+def _schema(
+    label: str, name: str, doc: str | None, parameters: Mapping[str, inspect.Parameter], others: Mapping[str, dict[str, Any]]
+) -> ToolSchema:
+    """others: schemas of the parameters whose types transformers does not know."""
     # Here: transformers takes seconds, which runs without own tools do not need.
     from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException, get_json_schema
 
-    if untyped := [n for n, one in parameters.items() if one.annotation is one.empty]:
-        raise UserCodeError(f"parameter {untyped[0]!r} of {label} has no type; write e.g. `{untyped[0]}: str`")
     if not doc:
         raise UserCodeError(f"{label} has no docstring; write what the tool does, and under `Args:` what each parameter is")
 
     def described() -> None: ...
 
-    described.__name__, described.__doc__ = name, doc
-    described.__annotations__ = {n: one.annotation for n, one in parameters.items()}
+    described.__name__, described.__doc__ = name, re.sub(r"(?m)^(\s*\w+) \(.+?\):", r"\1:", doc)  # `x (int): what it is`
+    described.__annotations__ = {n: Any if n in others else one.annotation for n, one in parameters.items()}
     described.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
     try:
         schema: ToolSchema = get_json_schema(described)
@@ -191,4 +207,6 @@ def _schema(label: str, name: str, doc: str | None, parameters: Mapping[str, ins
     except (TypeHintParsingException, ValueError) as error:
         said = " ".join(str(part) for part in error.args)
         raise UserCodeError(f"{label} has a parameter whose type is no JSON: {said}") from None
+    for n, other in others.items():
+        schema["function"]["parameters"]["properties"][n] |= other
     return schema

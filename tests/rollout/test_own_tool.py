@@ -172,6 +172,44 @@ def draw(points: list[Point], colour: Literal["red", "blue"], anything: Any = No
     ]
 
 
+async def test_types_that_transformers_does_not_know_are_described_by_pydantic(tokenizer, tmp_path: Path) -> None:
+    """transformers would tell the model that an Enum or a date is an object."""
+    code = """
+from datetime import date
+from enum import Enum
+
+class Tone(Enum):
+    LOW = "low"
+    HIGH = "high"
+
+def play(tones: list[Tone], words: set[str], when: Optional[date] = None) -> str:
+    '''Play.
+
+    Args:
+        tones (list of Tone): Which.
+        words (set[str], optional): Words.
+        when (date): The day.
+    '''
+    return f"{[tone.name for tone in tones]} {sorted(words)} {when and when.year}"
+"""
+    settings = settings_of(tmp_path, code, "own.py:play", max_parallel_calls=3)
+    turn = "".join(
+        call("play", tones=tones, words=["b", "a", "b"], when=when)
+        for tones, when in ((["low", "high"], "2026-11-27"), (["loud"], None), ([], "soon"))
+    )
+    trajectory, loop = await run(tokenizer, settings, turn)
+    refused = "Tool call failure\nreason: Argument "
+    assert outcomes(trajectory) == [
+        ("ok", "['LOW', 'HIGH'] ['a', 'b'] 2026"),
+        ("malformed", f"{refused}\"tones.0\": input should be 'low' or 'high', got string."),
+        ("malformed", f'{refused}"when": input should be a valid date or datetime, input is too short, got string.'),
+    ]
+    properties = loop.template.schemas[0]["function"]["parameters"]["properties"]
+    assert [one["description"] for one in properties.values()] == ["Which.", "Words.", "The day."]
+    assert properties["tones"]["$defs"]["Tone"]["enum"] == ["low", "high"] and properties["words"]["type"] == "array"
+    assert {"format": "date", "type": "string"} in properties["when"]["anyOf"]
+
+
 @pytest.mark.parametrize(("query", "said"), [("break", "KeyError: 'key'"), ("leave", "SystemExit: 3")])
 async def test_failing_user_code_drops_the_trajectory(tokenizer, tmp_path: Path, query: str, said: str) -> None:
     """It is no error of the model; the user's line and the type are kept."""
@@ -334,7 +372,7 @@ REFUSED = {
     "*args": ("def f(*words: str):\n    '''F.'''", "f", "takes `*words: str`, which no model can fill by name"),
     "unknown type": ("def f(x: 'Nowhere'):\n    '''F.'''", "f", "cannot be read: name 'Nowhere' is not defined"),
     "odd type": ("def f(x: tuple[int]):\n    '''F.\n\n    Args:\n        x: X.\n    '''", "f", "whose type is no JSON: "),
-    "a set": ("def f(x: 'frozenset[type]'):\n    '''F.\n\n    Args:\n        x: X.\n    '''", "f", "whose type is no JSON: "),
+    "a set of types": ("def f(x: 'set[type]'):\n    '''F.\n\n    Args:\n        x: X.\n    '''", "f", "which no JSON fits"),
     "no tool": ("f = 3", "f", "own.py:f is a int; a tool is a function, or a class with __call__"),
     "no __call__": ("class F:\n    '''F.'''", "F", "is a class without __call__"),
     "settings": (
