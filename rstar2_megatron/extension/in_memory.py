@@ -26,6 +26,9 @@ class _Text(importlib.abc.ExecutionLoader, importlib.abc.MetaPathFinder):
     def find_spec(self, fullname: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
         return importlib.util.spec_from_loader(fullname, self) if fullname == self.name else None
 
+    def is_package(self, fullname: str) -> bool:
+        return Path(self.path).name == "__init__.py"
+
     def get_filename(self, fullname: str) -> str:
         return self.path
 

@@ -44,7 +44,7 @@ class UserCode(BaseModel):
     reference: str
     """As written, a path made absolute."""
     sha256: str = ""
-    """Of the file and of the modules beside it that it imports; of a package, of the module's file."""
+    """Of the file and of what it imports from beside it; of a package, of the module's file."""
     _texts: dict[str, tuple[str, str]] = PrivateAttr(default_factory=dict)
     """(path, text) by module name: the file first, under the name "", then those beside it."""
 
@@ -140,8 +140,9 @@ class UserCode(BaseModel):
         """Copy the files below `folder`/code, from where `UserCode` reads them when a saved configuration is loaded."""
         target = folder / COPIES / self.sha256[:12]
         for path, text in self._texts.values():
-            target.mkdir(parents=True, exist_ok=True)
-            (target / Path(path).name).write_text(text, encoding="utf-8")
+            file = target / Path(path).relative_to(Path(self._where).parent)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
 
     def blame(self, error: BaseException) -> str:
         """One line: the last place in the user's own files that the error passed through, and the error.
@@ -185,7 +186,7 @@ def _text(path: Path) -> str:
 
 
 def _add_siblings(folder: Path, texts: dict[str, tuple[str, str]]) -> None:
-    """Add the modules of `folder` that the texts import, and that these import."""
+    """Add the modules and packages of `folder` that the texts import, and that these import."""
     waiting = list(texts.values())
     while waiting:
         path, text = waiting.pop()
@@ -193,11 +194,19 @@ def _add_siblings(folder: Path, texts: dict[str, tuple[str, str]]) -> None:
             tree = ast.parse(text, path)
         except SyntaxError as error:
             raise ValueError(f"{path}:{error.lineno}: {error.msg}") from None
-        for name in _imported(tree):
-            beside = folder / f"{name}.py"
-            if name not in texts and beside.is_file():
-                texts[name] = (str(beside), _text(beside))
-                waiting.append(texts[name])
+        for module, file in (found for name in _imported(tree) for found in _beside(folder, name)):
+            if module not in texts:
+                texts[module] = (str(file), _text(file))
+                waiting.append(texts[module])
+
+
+def _beside(folder: Path, name: str) -> Iterator[tuple[str, Path]]:
+    """(module, file) of the module `name` of a folder, or of all modules of such a package."""
+    if (folder / f"{name}.py").is_file():
+        yield name, folder / f"{name}.py"
+    elif (folder / name / "__init__.py").is_file() and name != __name__.partition(".")[0]:
+        for file in sorted((folder / name).rglob("*.py")):
+            yield ".".join(file.relative_to(folder).with_suffix("").parts).removesuffix(".__init__"), file
 
 
 def _imported(tree: ast.AST) -> Iterator[str]:

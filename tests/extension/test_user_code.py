@@ -67,6 +67,27 @@ def test_it_runs_from_its_text_where_no_file_is(tmp_path: Path) -> None:
     assert done.stdout.decode().split() == ["42", f"{tmp_path}/grading_a.py"], done.stderr
 
 
+def test_a_package_beside_it_goes_with_it(tmp_path: Path) -> None:
+    """All its files, relative imports and its own folders included, also into the run's copy."""
+    lines = "from helpers_p.deep import weights", "import helpers_p", "def score(x): return helpers_p.weigh(x) + weights.ONE"
+    write(tmp_path, "grading_p.py", "\n".join(lines))
+    write(tmp_path / "helpers_p", "__init__.py", "from .scale import weigh\n")
+    write(tmp_path / "helpers_p", "scale.py", "from constants_p import TWO\ndef weigh(x): return TWO * x\n")
+    write(tmp_path / "helpers_p" / "deep", "__init__.py", "")
+    write(tmp_path / "helpers_p" / "deep", "weights.py", "from ..scale import TWO\nONE = TWO - 1\n")
+    write(tmp_path, "constants_p.py", "TWO = 2\n")
+    code = read("grading_p.py:score", tmp_path)
+    code.save(tmp_path / "run")
+    plain, data = code.model_dump(mode="json"), pickle.dumps(code)
+    for path in [*tmp_path.glob("*.py"), *(tmp_path / "helpers_p").rglob("*.py")]:
+        path.unlink()
+    program = "import pickle, sys; print(pickle.load(sys.stdin.buffer).load()(20))"
+    done = subprocess.run([sys.executable, "-c", program], input=data, capture_output=True, cwd=Path(__file__).parents[2])
+    assert done.stdout == b"41\n", done.stderr
+    again = UserCode.model_validate(plain, context={FOLDERS: [tmp_path / "run"]})
+    assert again.sha256 == code.sha256 and again.load()(20) == 41
+
+
 def test_code_runs_once_a_process(tmp_path: Path) -> None:
     write(
         tmp_path,
