@@ -10,6 +10,7 @@ import asyncio
 import os
 import shlex
 import threading
+from collections.abc import Coroutine
 from typing import Any
 
 from rstar2_megatron.extension import ToolError
@@ -40,9 +41,16 @@ class McpServer:
         except (Exception, BaseExceptionGroup) as error:
             raise ValueError(f"the MCP server {settings.mcp} lists no tools: {_innermost(error)}") from None
 
+    async def start(self) -> None:
+        """Connect, unless that is done. Raises what the connection raises."""
+        await self._from_any_loop(self._use(None))
+
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
-        """Result of the server's tool, from any event loop."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._call(name, arguments), self._loop))
+        """Result of the server's tool."""
+        return await self._from_any_loop(self._use((name, arguments)))
+
+    async def _from_any_loop(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     def _connection(self) -> Any:
         from mcp import Client, StdioServerParameters  # Here: it is an optional package.
@@ -62,13 +70,14 @@ class McpServer:
                 found += page.tools
             return found
 
-    async def _call(self, name: str, arguments: dict[str, Any]) -> Any:
+    async def _use(self, call: tuple[str, dict[str, Any]] | None) -> Any:
         if self._client is None:
             self._client = self._loop.create_future()
             self._holder = asyncio.create_task(self._hold(self._client))
         client = self._client
         try:
-            return await (await asyncio.shield(client)).call_tool(name, arguments)
+            connected = await asyncio.shield(client)
+            return await connected.call_tool(*call) if call else None
         except Exception as error:
             code = getattr(error, "code", _CLOSED)  # of an error of the protocol
             if code == _WRONG_ARGUMENTS:
@@ -104,6 +113,12 @@ class McpTool(LimitedTool):
                 return error
             return RuntimeError(f"the MCP server {self.server.settings.mcp}: {_innermost(error)}")
 
+        try:  # how long a server takes to start is no fault of the model's
+            await asyncio.wait_for(self.server.start(), _START_S)
+        except TimeoutError:
+            raise RuntimeError(f"the MCP server {self.server.settings.mcp} did not start within {_START_S:.0f} s") from None
+        except Exception as error:
+            raise failed(error) from error
         result = await self.limited(self.server.call, {"name": self.name, "arguments": arguments}, failed)
         text = "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
         if result.is_error:

@@ -225,17 +225,11 @@ def _compose_message(name: str, error: Exception) -> str:
 # ------------------------------------------------------------------------------------------ unknown keys
 
 
-def _model_of(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
-    """(section class, is a list of it) of a field's annotation; None for values."""
+def _sections_of(annotation: Any) -> list[type[BaseModel]]:
+    """The classes of the sections that a field may hold; empty for values."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation, False
-    arguments = get_args(annotation)
-    is_list = getattr(annotation, "__origin__", None) is list
-    for argument in arguments:
-        model, _ = _model_of(argument)
-        if model is not None:
-            return model, is_list
-    return None, False
+        return [annotation]
+    return [section for argument in get_args(annotation) for section in _sections_of(argument)]
 
 
 def valid_keys(model: type[BaseModel] = Settings, prefix: str = "") -> Iterator[str]:
@@ -243,29 +237,28 @@ def valid_keys(model: type[BaseModel] = Settings, prefix: str = "") -> Iterator[
     for name, info in model.model_fields.items():
         path = f"{prefix}{name}"
         yield path
-        section, _ = _model_of(info.annotation)
-        if section is not None:
+        for section in _sections_of(info.annotation):
             yield from valid_keys(section, path + ".")
 
 
-def unknown_keys(data: Any, model: type[BaseModel] = Settings, prefix: str = "") -> Iterator[str]:
+def unknown_keys(data: dict[str, Any], model: type[BaseModel] = Settings, prefix: str = "") -> Iterator[str]:
     """Dotted paths of `data` that the schema does not have; for an unknown section only its own path."""
-    if not isinstance(data, dict):
-        return
     for name, value in data.items():
         path = f"{prefix}{name}"
         info = model.model_fields.get(str(name))
         if info is None:
             yield path
             continue
-        section, is_list = _model_of(info.annotation)
-        if section is None:
-            continue
-        if is_list and isinstance(value, list):
-            for i, item in enumerate(value):
-                yield from unknown_keys(item, section, f"{path}.{i}.")
-        else:
-            yield from unknown_keys(value, section, path + ".")
+        sections = _sections_of(info.annotation)
+        items = [(f"{path}.{i}", item) for i, item in enumerate(value)] if isinstance(value, list) else [(path, value)]
+        for place, item in items:
+            if sections and isinstance(item, dict):
+                yield from unknown_keys(item, _likest(sections, item), place + ".")
+
+
+def _likest(sections: list[type[BaseModel]], data: dict[str, Any]) -> type[BaseModel]:
+    """The section that has most of these keys: an entry of `agentloop.tools` is an own tool or an MCP server."""
+    return max(sections, key=lambda section: len(section.model_fields.keys() & data.keys()))
 
 
 def nearest_keys(path: str) -> list[str]:
@@ -276,7 +269,7 @@ def nearest_keys(path: str) -> list[str]:
         last = difflib.SequenceMatcher(None, path.rpartition(".")[2], candidate.rpartition(".")[2]).ratio()
         return max(whole, 0.6 * last + 0.4 * whole)
 
-    ranked = sorted(valid_keys(), key=lambda key: (-likeness(key), key))
+    ranked = sorted(set(valid_keys()), key=lambda key: (-likeness(key), key))
     return [key for key in ranked[:3] if likeness(key) > 0.6]
 
 

@@ -15,7 +15,8 @@ from rstar2_megatron.extension.user_code import FOLDERS
 from rstar2_megatron.rollout.tool import CallContext, Malformed
 from rstar2_megatron.rollout.tool_set import tools_of
 from rstar2_megatron.services.process import free_port
-from rstar2_megatron.settings.schema import AgentLoopSettings
+from rstar2_megatron.settings.load import ConfigError, load, print_config
+from rstar2_megatron.settings.schema import AgentLoopSettings, McpSettings
 from rstar2_megatron.trajectory import FinishReason, ToolOutcome
 from tests.rollout.test_own_tool import call, outcomes, run
 from tests.rollout.written import ANSWER, PROBLEM, written
@@ -135,6 +136,13 @@ async def test_a_call_past_its_time(tokenizer, command: str) -> None:
     assert outcomes(trajectory) == [("ok", "waited"), ("timeout", "Tool call failure\nreason: wait took longer than 5 s")]
 
 
+async def test_a_slow_start_is_no_timeout_of_the_model(tokenizer, command: str, tmp_path: Path) -> None:
+    slow = tmp_path / "slow.py"
+    slow.write_text(f"import time\ntime.sleep(4)\n{SERVER}")
+    trajectory, _ = await run(tokenizer, settings_of(f"{sys.executable} {slow}", timeout_s=3), call("add", a=2), timeout_s=60)
+    assert outcomes(trajectory) == [("ok", "3")]
+
+
 async def test_a_server_at_an_address(tokenizer, command: str) -> None:
     port = free_port("127.0.0.1")
     with subprocess.Popen([*command.split(), str(port)], stderr=subprocess.DEVNULL) as server:
@@ -150,6 +158,30 @@ async def test_a_server_at_an_address(tokenizer, command: str) -> None:
             assert outcomes(trajectory) == [("ok", "42")]
         finally:
             server.kill()
+
+
+def test_a_server_is_named_in_a_yaml(tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text(
+        "defaults: [rstar2-tiny-cpu, _self_]\nagentloop:\n  tools:\n    - python_code_with_standard_io\n"
+        "    - { use: my_tools.py:f, timeout_s: 3 }\n    - { mcp: python server.py --fast, tools: [add], timeout_s: 10 }\n"
+    )
+    (tmp_path / "my_tools.py").write_text("def f(): ...")
+    (tmp_path / "server.py").write_text(SERVER)
+    settings = load(str(tmp_path / "my.yaml")).settings
+    assert settings.agentloop.tools[2] == McpSettings(mcp=f"python {tmp_path}/server.py --fast", tools=["add"], timeout_s=10)
+    again = tmp_path / "again.yaml"
+    again.write_text(print_config(settings))
+    assert load(str(again)).settings == settings
+    for entry, words in (
+        ("{mcp: x, tool: [add]}", r"unknown key agentloop\.tools\.0\.tool; the nearest valid key is agentloop\.tools\.tools"),
+        (
+            "{use: 'f.py:f', timeout: 3}",
+            r"unknown key agentloop\.tools\.0\.timeout; the nearest valid key is agentloop\.tools\.timeout_s",
+        ),
+        ("{mcp: '\"x'}", r"agentloop\.tools\.0\.mcp='\"x': no closing quotation"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            load("rstar2-tiny-cpu", [f"agentloop.tools=[{entry}]"])
 
 
 def test_servers_that_give_no_tools(command: str, tmp_path: Path) -> None:
