@@ -33,6 +33,11 @@ from rstar2_megatron.settings.variant import PARTS, Origins, apply_variant, orig
 CALLED_FROM = "RSTAR2_CALLED_FROM"
 """Environment variable with the directory from which the user called run_rstar2.sh."""
 _PLACEMENT = "cluster.component_placement="
+_INPUTS = (
+    "rollout.model.model_path", "data.train_data_paths", "data.val_data_paths", "sft.train_data_paths", "sft.val_data_paths",
+    "preference.train_data_paths", "preference.val_data_paths", "search.reward_model", "runner.init_checkpoint",
+    "runner.replay_rollouts",
+)  # fmt: skip
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "config"
 
 
@@ -71,11 +76,13 @@ def load(config: str, overrides: Sequence[str] = ()) -> Loaded:
     directory, name = find_config(config)
     data = _compose(directory, name, overrides)
     origins = origins_of(directory, name, overrides, CONFIG_DIR)
+    folders = [directory, users_path(".").resolve()]
     try:
         notes = rlinf_keys.translate(data)
         apply_variant(data, origins)
         notes += resolve_precision(data)
         _read_wording(data)
+        _place_inputs(data, folders)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     without_meaning: list[str] = []
@@ -88,7 +95,7 @@ def load(config: str, overrides: Sequence[str] = ()) -> Loaded:
     if without_meaning:
         notes.append("RLinf keys without meaning here: " + "; ".join(without_meaning))
     try:
-        settings = Settings.model_validate(data, context={FOLDERS: [directory, users_path(".").resolve()]})
+        settings = Settings.model_validate(data, context={FOLDERS: folders})
     except ValidationError as error:
         raise ConfigError(_validation_message(error)) from None
     return Loaded(settings, notes, origins)
@@ -138,6 +145,20 @@ def _read_wording(data: dict[str, Any]) -> None:
             rlinf_keys.put(data, "agentloop.tool_descriptions", yaml.safe_load(text))
     except OSError as error:
         raise ValueError(f"a file of agentloop.chat_template or agentloop.tool_descriptions: {error}") from None
+
+
+def _place_inputs(data: dict[str, Any], folders: Sequence[Path]) -> None:
+    """Paths of models, data and checkpoints count as those of own code do. What is in neither folder stays as it is written."""
+
+    def placed(value: Any) -> Any:
+        if isinstance(value, list):
+            return [placed(one) for one in value]
+        found = (folder / Path(value).expanduser() for folder in folders) if isinstance(value, str) and value else ()
+        return next((str(path) for path in found if path.exists() and path != Path.cwd() / value), value)
+
+    for key in _INPUTS:
+        if rlinf_keys.get(data, key) is not rlinf_keys.MISSING:
+            rlinf_keys.put(data, key, placed(rlinf_keys.get(data, key)))
 
 
 def find_config(config: str) -> tuple[Path, str]:

@@ -161,6 +161,26 @@ def test_a_relative_yaml_is_the_one_beside_the_user(tmp_path: Path, monkeypatch:
     assert load_recipe("rstar2-tiny").name
 
 
+def test_models_and_data_are_those_beside_the_yaml_or_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the project has files of such names; what is nowhere, and what is no file, stays as it is written."""
+    (tmp_path / "yaml").mkdir()
+    (tmp_path / "yaml" / "mine.yaml").write_text("defaults: [rstar2-tiny-cpu, _self_]")
+    for folder in ("yaml", "user/docs", "user/model"):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+    for file in ("yaml/a.jsonl", "user/a.jsonl", "user/docs/judge.md"):
+        (tmp_path / file).touch()
+    monkeypatch.setenv(CALLED_FROM, str(tmp_path / "user"))
+    words = ["rollout.model.model_path=model", "data.train_data_paths=[a.jsonl,docs/judge.md,nowhere.jsonl,'hf:a/b']"]
+    settings = load(str(tmp_path / "yaml" / "mine.yaml"), [*words, "data.val_data_paths=[]"]).settings
+    assert settings.rollout.model.model_path == f"{tmp_path}/user/model" and settings.data.val_data_paths == []
+    beside = [f"{tmp_path}/yaml/a.jsonl", f"{tmp_path}/user/docs/judge.md", "nowhere.jsonl", "hf:a/b"]
+    assert settings.data.train_data_paths == beside
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load(SIZE, ["rollout.model.model_path='~/user/model'"]).settings.rollout.model.model_path == f"{tmp_path}/user/model"
+    monkeypatch.setenv(CALLED_FROM, str(Path.cwd()))
+    assert load(SIZE, ["rollout.model.model_path=docs"]).settings.rollout.model.model_path == "docs"
+
+
 def test_hydras_options_name_the_yaml() -> None:
     for words in (["--config-path", "/a", "--config-name", "b"], ["--config-name=b", "--config-path=/a"]):
         assert parse([*words, "runner.max_steps=1"]).config == "/a/b"
