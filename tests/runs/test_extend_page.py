@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from rstar2_megatron.data.problems import read_problems
 from rstar2_megatron.runs.preflight import algorithm_code_problems, user_code_problems
-from rstar2_megatron.settings.load import load
+from rstar2_megatron.settings.load import load, unknown_keys
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.try_out import main
 from tests.e2e.runs import ROOT
@@ -70,3 +71,12 @@ def test_the_reward_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     assert list(user_code_problems(load("own.yaml", []).settings)) == []
     exec(grader.replace("grade_answer(", "print(grade_answer(").replace(")  #", "))  #"), {})
     assert "correct" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in (ROOT / "docs").glob("*.md")))
+def test_keys_of_every_page_are_those_of_a_configuration(page: str) -> None:
+    """Also of blocks that need more than is here, such as an MCP server; an ablation has keys of its own."""
+    for block in re.findall(r"^```yaml\n(.*?)^```$", (ROOT / "docs" / page).read_text(), re.MULTILINE | re.DOTALL):
+        data = yaml.safe_load(block)
+        if "arms" not in data:
+            assert list(unknown_keys({key: value for key, value in data.items() if key != "defaults"})) == []
