@@ -38,6 +38,7 @@ _INPUTS = (
     "preference.train_data_paths", "preference.val_data_paths", "search.reward_model", "runner.init_checkpoint",
     "runner.replay_rollouts",
 )  # fmt: skip
+_OUTPUTS = ("runner.output_dir", "runner.logger.log_path")
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "config"
 
 
@@ -82,7 +83,7 @@ def load(config: str, overrides: Sequence[str] = ()) -> Loaded:
         apply_variant(data, origins)
         notes += resolve_precision(data)
         _read_wording(data)
-        _place_inputs(data, folders)
+        _place_files(data, folders)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     without_meaning: list[str] = []
@@ -147,8 +148,11 @@ def _read_wording(data: dict[str, Any]) -> None:
         raise ValueError(f"a file of agentloop.chat_template or agentloop.tool_descriptions: {error}") from None
 
 
-def _place_inputs(data: dict[str, Any], folders: Sequence[Path]) -> None:
-    """Paths of models, data and checkpoints count as those of own code do. What is in neither folder stays as it is written."""
+def _place_files(data: dict[str, Any], folders: Sequence[Path]) -> None:
+    """Paths of models, data and checkpoints count as those of own code do; what is in neither folder stays as it is written.
+
+    What a run writes counts from where the user stands, the last folder.
+    """
 
     def placed(value: Any) -> Any:
         if isinstance(value, list):
@@ -159,6 +163,9 @@ def _place_inputs(data: dict[str, Any], folders: Sequence[Path]) -> None:
     for key in _INPUTS:
         if rlinf_keys.get(data, key) is not rlinf_keys.MISSING:
             rlinf_keys.put(data, key, placed(rlinf_keys.get(data, key)))
+    for key in _OUTPUTS:
+        if isinstance(value := rlinf_keys.get(data, key), str) and folders[-1] != Path.cwd():
+            rlinf_keys.put(data, key, str(folders[-1] / Path(value).expanduser()))
 
 
 def find_config(config: str) -> tuple[Path, str]:

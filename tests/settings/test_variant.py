@@ -175,10 +175,14 @@ def test_models_and_data_are_those_beside_the_yaml_or_the_user(tmp_path: Path, m
     assert settings.rollout.model.model_path == f"{tmp_path}/user/model" and settings.data.val_data_paths == []
     beside = [f"{tmp_path}/yaml/a.jsonl", f"{tmp_path}/user/docs/judge.md", "nowhere.jsonl", "hf:a/b"]
     assert settings.data.train_data_paths == beside
+    assert settings.runner.output_dir == f"{tmp_path}/user/results"
+    assert settings.runner.logger.log_path == f"{tmp_path}/user/results/{settings.runner.experiment_name}"
+    assert load(SIZE, [f"runner.output_dir={tmp_path}/out"]).settings.runner.output_dir == f"{tmp_path}/out"
     monkeypatch.setenv("HOME", str(tmp_path))
     assert load(SIZE, ["rollout.model.model_path='~/user/model'"]).settings.rollout.model.model_path == f"{tmp_path}/user/model"
     monkeypatch.setenv(CALLED_FROM, str(Path.cwd()))
-    assert load(SIZE, ["rollout.model.model_path=docs"]).settings.rollout.model.model_path == "docs"
+    settings = load(SIZE, ["rollout.model.model_path=docs"]).settings
+    assert (settings.rollout.model.model_path, settings.runner.output_dir) == ("docs", "results")
 
 
 def test_hydras_options_name_the_yaml() -> None:
