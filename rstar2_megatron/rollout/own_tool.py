@@ -76,17 +76,17 @@ class OwnTool(LimitedTool):
         hidden = [*self._takes_problem, *([] if self.has_session else given)]
         shown = {n: one for n, one in parameters.items() if n not in hidden}
         self._adapters: dict[str, TypeAdapter[Any]] = {}
-        others: dict[str, dict[str, Any]] = {}
+        by_pydantic: dict[str, dict[str, Any]] = {}
         for n, one in shown.items():
             if one.annotation is one.empty:
                 raise UserCodeError(f"parameter {n!r} of {label} has no type; write e.g. `{n}: str`")
             try:
                 self._adapters[n] = TypeAdapter(one.annotation)
                 if not _is_plain(one.annotation):
-                    others[n] = self._adapters[n].json_schema()
+                    by_pydantic[n] = self._adapters[n].json_schema()
             except (PydanticSchemaGenerationError, PydanticInvalidForJsonSchema):
                 raise UserCodeError(f"parameter {n!r} of {label} has the type {one.annotation}, which no JSON fits") from None
-        super().__init__(_schema(label, name, inspect.getdoc(self._call), shown, others), settings, agentloop)
+        super().__init__(_schema(label, name, inspect.getdoc(self._call), shown, by_pydantic), settings, agentloop)
         self._states: dict[str, _State] = {}
 
     # ------------------------------------------------------------------------------------------ one call
@@ -185,9 +185,13 @@ def _is_plain(annotation: Any) -> bool:
 
 
 def _schema(
-    label: str, name: str, doc: str | None, parameters: Mapping[str, inspect.Parameter], others: Mapping[str, dict[str, Any]]
+    label: str,
+    name: str,
+    doc: str | None,
+    parameters: Mapping[str, inspect.Parameter],
+    by_pydantic: Mapping[str, dict[str, Any]],
 ) -> ToolSchema:
-    """others: schemas of the parameters whose types transformers does not know."""
+    """by_pydantic: schemas of the parameters whose types transformers does not know."""
     # Here: transformers takes seconds, which runs without own tools do not need.
     from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException, get_json_schema
 
@@ -197,7 +201,7 @@ def _schema(
     def described() -> None: ...
 
     described.__name__, described.__doc__ = name, re.sub(r"(?m)^(\s*\w+) \(.+?\):", r"\1:", doc)  # `x (int): what it is`
-    described.__annotations__ = {n: Any if n in others else one.annotation for n, one in parameters.items()}
+    described.__annotations__ = {n: Any if n in by_pydantic else one.annotation for n, one in parameters.items()}
     described.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
     try:
         schema: ToolSchema = get_json_schema(described)
@@ -207,6 +211,6 @@ def _schema(
     except (TypeHintParsingException, ValueError) as error:
         said = " ".join(str(part) for part in error.args)
         raise UserCodeError(f"{label} has a parameter whose type is no JSON: {said}") from None
-    for n, other in others.items():
-        schema["function"]["parameters"]["properties"][n] |= other
+    for n, described_type in by_pydantic.items():
+        schema["function"]["parameters"]["properties"][n] |= described_type
     return schema

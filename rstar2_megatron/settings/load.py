@@ -281,10 +281,10 @@ def unknown_keys(data: dict[str, Any], model: type[BaseModel] = Settings, prefix
         items = [(f"{path}.{i}", item) for i, item in enumerate(value)] if isinstance(value, list) else [(path, value)]
         for place, item in items:
             if sections and isinstance(item, dict):
-                yield from unknown_keys(item, _likest(sections, item), place + ".")
+                yield from unknown_keys(item, _closest_section(sections, item), place + ".")
 
 
-def _likest(sections: list[type[BaseModel]], data: dict[str, Any]) -> type[BaseModel]:
+def _closest_section(sections: list[type[BaseModel]], data: dict[str, Any]) -> type[BaseModel]:
     """The section that has most of these keys: an entry of `agentloop.tools` is an own tool or an MCP server."""
     return max(sections, key=lambda section: len(section.model_fields.keys() & data.keys()))
 
