@@ -1,10 +1,11 @@
 """`python -m benchmarks.verl.seconds [NAME] [key=value ...]`: a step of verl and of this project, in turns.
 
 Plain GRPO of both from one model, with the same problems, batch, lengths, SGLang and judge, one actor process and one engine
-each, and every core for whichever of them computes. Each of `--rounds` runs both, in alternating order. The first of `--steps`
-is left out, because it holds what happens once. One JSON line: for both arms wall seconds of a step by part, CPU seconds of a
-step by kind of process, response tokens of a step, seconds until the first step, and the largest memory (proportional set
-sizes); the ratio of this project to verl of each, with the middle 95% in 2,000 resamples of the rounds.
+each, and every core for whichever of them computes. Each of `--rounds` runs both, in alternating order. The first and the last
+of `--steps` are left out: the first holds what happens once, the last this project's checkpoint, which verl does not write. One
+JSON line: for both arms wall seconds of a step by part, CPU seconds of a step by kind of process, response tokens of a step,
+seconds until the first step, and the largest memory (proportional set sizes); the ratio of this project to verl of each, with
+the middle 95% in 2,000 resamples of the rounds.
 """
 
 from __future__ import annotations
@@ -113,12 +114,15 @@ class Watch:
 
 
 def run_of(arm: str, beside: Beside, log: Path, trajectories: int) -> dict[str, Any]:
-    """One run: its steps but the first, the seconds until the first one, and its memory. `trajectories` are those of a step."""
+    """One run: its steps but the first and the last, the seconds until the first one, and its memory.
+
+    `trajectories` are those of a step.
+    """
     with Watch(log) as watch:
         beside.run()
     steps = list(_steps(arm, log, watch.lines, trajectories))
     first_wall = steps[0]["wall_s"]["step"]
-    return {"steps": steps[1:], "start_s": watch.lines[0][0] - first_wall, "peak_gb": sum(watch.seen.peak_gb.values())}
+    return {"steps": steps[1:-1], "start_s": watch.lines[0][0] - first_wall, "peak_gb": sum(watch.seen.peak_gb.values())}
 
 
 def _steps(arm: str, log: Path, lines: Sequence[tuple[float, dict[str, float]]], trajectories: int) -> Iterator[dict[str, Any]]:
@@ -204,7 +208,7 @@ def main() -> None:
     parser.add_argument("config", nargs="?", default="rstar2-tiny-cpu", metavar="NAME")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=4, help="of each run, the first included")
+    parser.add_argument("--steps", type=int, default=5, help="of each run, three at least: the first and the last are not counted")
     parser.add_argument("--figure", type=Path)
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     options = parser.parse_intermixed_args()

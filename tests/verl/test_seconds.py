@@ -27,12 +27,12 @@ def test_ratios_are_of_means_over_the_steps_of_all_rounds() -> None:
 
 
 @pytest.mark.parametrize(("arm", "prefix"), [(VERL, "timing_s/"), (OURS, "time/")])
-def test_a_run_is_watched_line_by_line_and_its_first_step_left_out(tmp_path: Path, arm: str, prefix: str) -> None:
+def test_a_run_is_watched_line_by_line_and_its_first_and_last_step_left_out(tmp_path: Path, arm: str, prefix: str) -> None:
     log = tmp_path / "metrics.jsonl"
 
     class Runs:
         def run(self) -> int:
-            for step in (1, 2, 3):
+            for step in (1, 2, 3, 4):
                 part = "gen" if arm == VERL else "rollout"
                 row: dict[str, Any] = {f"{prefix}step": 5.0 + step, f"{prefix}{part}": 4.0}
                 if arm == VERL:
