@@ -208,7 +208,7 @@ def main() -> None:
     parser.add_argument("config", nargs="?", default="rstar2-tiny-cpu", metavar="NAME")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=5, help="of each run, three at least: the first and the last are not counted")
+    parser.add_argument("--steps", type=int, default=5, help="of each run, with the first and the last")
     parser.add_argument("--figure", type=Path)
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     options = parser.parse_intermixed_args()
