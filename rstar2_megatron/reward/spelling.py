@@ -29,16 +29,17 @@ _SAME = {
     "\\{": "\\lbrace", "\\}": "\\rbrace",
     "|": "\\lvert \\rvert \\vert \\mid", "\\cdot": "* \\times \\ast", "/": "\\div", "^": "**", "%": "\\% percent percentage",
     "\\to": "\\rightarrow \\longrightarrow", "\\Rightarrow": "\\implies \\Longrightarrow", "\\emptyset": "\\varnothing",
-    "\\pmod": "\\mod \\bmod mod",
+    "\\pmod": "\\mod \\bmod mod", "=": "\\equiv ≡",
     "\\ldots": "\\dots \\cdots \\dotsc \\dotsb ...", "\\setminus": "\\backslash \\smallsetminus", ",": "; where for with",
     "and": "\\land \\wedge", "or": "\\lor \\vee", "dollar": "\\$ $", "euro": "€", "pound": "£",
 }  # fmt: skip
 _ALIASES = {other: token for token, others in _SAME.items() for other in others.split()}
 _POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _PHRASES = {  # by the sign that an answer in words stands for
-    "\\emptyset": r"(?:there (?:is|are) )?no (?:real |such )?(?:solution|root)s?|(?:the )?empty set",
+    "\\emptyset": r"(?:there (?:is|are) )?no (?:real |such )?(?:solution|root)s?|none|(?:the )?empty set",
     "\\mathbb{R}": r"(?:all |the )(?:reals|real numbers?)|real numbers",
     "\\infty": r"(?:positive )?infinity",
+    **{str(i): word for i, word in enumerate("zero one two three four five six seven eight nine ten eleven twelve".split())},
 }
 
 _MARKDOWN = re.compile(r"(?<!\S)(\*\*\*|\*\*|__|[*_`])\s*([^*_`\s](?:[^`]*?[^*_`\s])?)\s*\1(?!\w)")

@@ -323,5 +323,9 @@ LATER_PAIRS: list[Row] = [
     ("\\text{Tom and Jerry}", ["\\text{Jerry and Tom}", "Tom and Jerry"], ["\\text{Tom}", "\\text{Tom or Jerry}"]),
     ("AB = 5", ["5", "AB=5"], ["CD = 5", "AB = 6", "AB"]),
     ("\\angle ABC = 30^\\circ", ["30^\\circ", "30"], ["\\angle DEF = 30^\\circ", "60^\\circ"]),
+    ("2", ["two", "\\text{Two}"], ["twelve", "one or two"]),
+    ("\\text{seven}", ["7"], ["eight", "7 or 8"]),
+    ("\\text{no solution}", ["None"], ["0", "nine"]),
+    ("3 \\pmod 7", ["n\\equiv 3\\pmod{7}", "n ≡ 3 (mod 7)"], ["3", "n \\equiv 3 \\pmod 8", "10 \\equiv 3 \\pmod 7"]),
 ]
 # fmt: on
