@@ -177,8 +177,12 @@ class RolloutWorker(TracedWorker, Worker):
         """Write the profile now, unless the engine has recorded all its forward passes."""
         await self._engine.stop_profile()
 
-    async def weights_checksum(self) -> dict[str, int]:
-        return await self._engine.weights_checksum()
+    async def weights_checksum(self) -> dict[str, int] | None:
+        """`EngineClient.weights_checksum`; None of an engine that is lost, which restarts with the weights of the last sync."""
+        try:
+            return await self._engine.weights_checksum()
+        except EngineLost:
+            return None
 
     async def generate(self, channel: Channel, spec: RolloutSpec) -> dict[str, float]:
         """Roll out slices from the driver until the driver answers None. Ended trajectories go to ENDED at once.

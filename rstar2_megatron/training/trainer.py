@@ -259,7 +259,8 @@ class Trainer:
         sums_of_engines = theirs.result(self.timeout_s)
         actor_sums = ours.result(self.timeout_s)[0]
         for rank, engine_sums in zip(theirs.ranks, sums_of_engines, strict=True):
-            gates.check_weights(actor_sums, engine_sums, rank)
+            if engine_sums is not None:
+                gates.check_weights(actor_sums, engine_sums, rank)
 
     def _check_first(self, kept: Sequence[Trajectory], batch: TrainBatch, version: int) -> None:
         """Step-0 gate, of the first batch that has trajectories of the actor's weights, `version`, alone.
