@@ -126,7 +126,8 @@ class McpSettings(ToolLimits):
         words = shlex.split(value)
         for at, word in enumerate(words):
             if at or "/" in word:
-                words[at] = next((str(place) for folder in folders if (place := Path(folder) / word).is_file()), word)
+                found = (Path(folder) / Path(word).expanduser() for folder in folders)
+                words[at] = next((str(path) for path in found if path.is_file()), word)
         return shlex.join(words)
 
 
