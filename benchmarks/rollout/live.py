@@ -2,11 +2,12 @@
 
 1. `overhead`: generated tokens/s of the bare engine and of the agent loop over it, same requests, no tools. CPU
    microseconds per token of this process are the loop's cost where a machine is shared.
-2. `live`, `simulated` and `prediction`, one line of each per policy: traces, synthetic or of a recorded step (`--trace`),
+2. `live` and `simulated`, one line of each per policy and round: traces, synthetic or of a recorded step (`--trace`),
    replayed on two real engines with real tool calls (`live_replay`); what the trajectories did there, in the simulator
-   with an engine model fitted to these engines; makespan predicted against seen. A synthetic step comes after another one,
+   with an engine model fitted to these engines. A synthetic step comes after another one,
    which is not measured: in training the budgets know the lengths of the step before (`--first-step`: of none).
-   `prediction all` says how far they are apart, and whether the simulator puts the policies in the order that was seen.
+   `prediction`: how far the means of the makespans are apart, and whether the simulator puts the policies in the order
+   that was seen.
 
 Each line is a JSON object; `load` is the machine's load average.
 """
@@ -128,39 +129,48 @@ async def policies(
     earlier: list[Trace],
     options: argparse.Namespace,
 ) -> None:
-    """Every policy live, and what the simulator makes of the same trajectories. `earlier` is the step before, if any."""
+    """Every policy live, and what the simulator makes of the same trajectories. `earlier` is the step before, if any.
+
+    The order of the policies turns from round to round, because a machine's speed may fall under a long load.
+    """
     speed = await fit_speed(engines)
     line("fit", **{name: float(f"{value:.3g}") for name, value in vars(speed).items()})
     cluster = Cluster(len(engines), speed, options.kv_tokens, options.max_running)
-    seen: dict[str, float] = {}
-    predicted: dict[str, float] = {}
-    for policy in POLICIES:
-        budgets = [make_budget(policy, engine.kv_capacity_tokens, options.max_running) for engine in engines]
-        simulated_budgets = make_budgets(cluster, policy)
-        for step in (earlier, traces):
-            if not step:
-                continue
-            for engine in engines:
-                await engine.flush_cache()
-            live, done = await replay(
-                step, engines, judge, template, template.settings, policy=policy, budgets=budgets, slice_size=options.slice_size
-            )
-            simulated = Simulator(done, cluster, policy, options.slice_size, simulated_budgets).run()
-        line("live", policy=policy, **live)
-        line("simulated", policy=policy, **vars(simulated))
-        seen[policy], predicted[policy] = live["makespan_s"], simulated.makespan_s
-        line("prediction", policy=policy, **_compared(seen[policy], predicted[policy]))
-    ratios = [predicted[policy] / seen[policy] for policy in POLICIES]
+    seen: dict[str, list[float]] = {policy: [] for policy in POLICIES}
+    predicted: dict[str, list[float]] = {policy: [] for policy in POLICIES}
+    for number in range(options.rounds):
+        for policy in list(POLICIES)[:: -1 if number % 2 else 1]:
+            budgets = [make_budget(policy, engine.kv_capacity_tokens, options.max_running) for engine in engines]
+            simulated_budgets = make_budgets(cluster, policy)
+            for step in (earlier, traces):
+                if not step:
+                    continue
+                for engine in engines:
+                    await engine.flush_cache()
+                live, done = await replay(
+                    step,
+                    engines,
+                    judge,
+                    template,
+                    template.settings,
+                    policy=policy,
+                    budgets=budgets,
+                    slice_size=options.slice_size,
+                )
+                simulated = Simulator(done, cluster, policy, options.slice_size, simulated_budgets).run()
+            line("live", policy=policy, **live)
+            line("simulated", policy=policy, **vars(simulated))
+            seen[policy].append(live["makespan_s"])
+            predicted[policy].append(simulated.makespan_s)
+    means = [{policy: statistics.fmean(seconds[policy]) for policy in POLICIES} for seconds in (seen, predicted)]
+    ratios = {policy: round(means[1][policy] / means[0][policy], 3) for policy in POLICIES}
     line(
-        "prediction all",
-        predicted_to_seen=[round(min(ratios), 3), round(statistics.median(ratios), 3), round(max(ratios), 3)],
-        fastest_first_seen=sorted(POLICIES, key=lambda policy: seen[policy]),
-        fastest_first_predicted=sorted(POLICIES, key=lambda policy: predicted[policy]),
+        "prediction",
+        seen_makespan_s=seen,
+        predicted_to_seen=ratios,
+        fastest_first_seen=sorted(POLICIES, key=means[0].__getitem__),
+        fastest_first_predicted=sorted(POLICIES, key=means[1].__getitem__),
     )
-
-
-def _compared(seen_s: float, predicted_s: float) -> dict[str, float]:
-    return {"seen_makespan_s": seen_s, "predicted_makespan_s": predicted_s, "predicted_to_seen": round(predicted_s / seen_s, 3)}
 
 
 async def run(options: argparse.Namespace) -> None:
@@ -206,6 +216,7 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=160, help="response budget of the overhead's requests")
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2, help="of all policies, in turns")
     parser.add_argument("--kv-tokens", type=int, default=8192, help="KV cache of each engine")
     parser.add_argument("--max-running", type=int, default=256)
     parser.add_argument("--slice-size", type=int, default=4)
