@@ -160,7 +160,7 @@ async def test_a_server_at_an_address(tokenizer, command: str) -> None:
             server.kill()
 
 
-def test_a_server_is_named_in_a_yaml(tmp_path: Path) -> None:
+def test_a_server_is_named_in_a_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my.yaml").write_text(
         "defaults: [rstar2-tiny-cpu, _self_]\nagentloop:\n  tools:\n    - python_code_with_standard_io\n"
         "    - { use: my_tools.py:f, timeout_s: 3 }\n    - { mcp: python server.py --fast, tools: [add], timeout_s: 10 }\n"
@@ -169,6 +169,9 @@ def test_a_server_is_named_in_a_yaml(tmp_path: Path) -> None:
     (tmp_path / "server.py").write_text(SERVER)
     settings = load(str(tmp_path / "my.yaml")).settings
     assert settings.agentloop.tools[2] == McpSettings(mcp=f"python {tmp_path}/server.py --fast", tools=["add"], timeout_s=10)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (at_home,) = load("rstar2-tiny-cpu", ["agentloop.tools=[{mcp: 'python ~/server.py'}]"]).settings.agentloop.tools
+    assert at_home == McpSettings(mcp=f"python {tmp_path}/server.py")
     again = tmp_path / "again.yaml"
     again.write_text(print_config(settings))
     assert load(str(again)).settings == settings
