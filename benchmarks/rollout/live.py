@@ -4,8 +4,8 @@
    microseconds per token of this process are the loop's cost where a machine is shared.
 2. `live` and `simulated`, one line of each per policy and round: traces, synthetic or of a recorded step (`--trace`),
    replayed on two real engines with real tool calls (`live_replay`); what the trajectories did there, in the simulator
-   with an engine model fitted to these engines. A synthetic step comes after another one,
-   which is not measured: in training the budgets know the lengths of the step before (`--first-step`: of none).
+   with an engine model fitted to these engines. A synthetic step comes after another one, which is not measured: in
+   training the budgets know the lengths of the step before (`--first-step`: of none).
    `prediction`: how far the means of the makespans are apart, and whether the simulator puts the policies in the order
    that was seen.
 

@@ -212,6 +212,8 @@ def main() -> None:
     parser.add_argument("--figure", type=Path)
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     options = parser.parse_intermixed_args()
+    if options.steps < 3:
+        parser.error(f"--steps {options.steps} leaves none to count without the first and the last; give 3 or more")
     runs: dict[str, list[dict[str, Any]]] = {VERL: [], OURS: []}
     words = [*SAME_PLACE, *options.overrides, f"runner.max_steps={options.steps}"]
     python = CONFIG_DIR.parent / ".venv-verl" / "bin" / "python"
