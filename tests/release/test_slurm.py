@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rstar2_megatron.services import loopback
 from tests.e2e.runs import ROOT, arguments, read_jsonl
 from tests.rollout.memorised import SETTINGS
 
@@ -60,8 +61,9 @@ class Slurm:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.environment = {**os.environ, "SLURM_CONF": str(directory / "slurm.conf"), "NCCL_SOCKET_IFNAME": "rstar2"}
-        self.environment.pop("RAY_ADDRESS", None)
+        own = {*loopback.environment(), "RAY_ADDRESS"}  # what other tests of this process have set
+        self.environment = {name: value for name, value in os.environ.items() if name not in own}
+        self.environment |= {"SLURM_CONF": str(directory / "slurm.conf"), "NCCL_SOCKET_IFNAME": "rstar2"}
         self.log = directory / "job.log"
 
     def __call__(self, *words: str, **variables: str) -> str:
