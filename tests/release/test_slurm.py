@@ -29,6 +29,7 @@ START_S, LIMIT_S = 60, 900
 NODES = {"n1": "10.77.0.1", "n2": "10.77.0.2"}
 CONFIGURATION = """
 ClusterName=test
+FirstJobId={job}
 SlurmctldHost={host}(10.77.0.1)
 SlurmctldPort=17900
 AuthType=auth/none
@@ -106,7 +107,9 @@ def slurm() -> Iterator[Slurm]:
                 subprocess.run(["ip", "-n", f"rstar2-{name}", *words.split()], check=True)
             (directory / name).mkdir()
         (directory / "controller").mkdir()
-        (directory / "slurm.conf").write_text(CONFIGURATION.format(host=socket.gethostname(), directory=directory))
+        (directory / "slurm.conf").write_text(
+            CONFIGURATION.format(host=socket.gethostname(), directory=directory, job=os.getpid())
+        )
         there = Slurm(directory)
         for name, daemon in (("n1", "slurmctld"), *((name, f"slurmd -N {name}") for name in NODES)):
             command = ["nsenter", f"--net=/run/netns/rstar2-{name}", *daemon.split(), "-D"]
