@@ -64,7 +64,11 @@ class Slurm:
         self.directory = directory
         own = {*loopback.environment(), "RAY_ADDRESS"}  # what other tests of this process have set
         self.environment = {name: value for name, value in os.environ.items() if name not in own}
-        self.environment |= {"SLURM_CONF": str(directory / "slurm.conf"), "NCCL_SOCKET_IFNAME": "rstar2"}
+        self.environment |= {
+            "SLURM_CONF": str(directory / "slurm.conf"),
+            "NCCL_SOCKET_IFNAME": "rstar2",
+            "GLOO_SOCKET_IFNAME": "rstar2",
+        }
         self.log = directory / "job.log"
 
     def __call__(self, *words: str, **variables: str) -> str:
