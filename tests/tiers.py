@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
+
+from rstar2_megatron.services.run_temporary import RunTemporary
 
 ROOT = Path(__file__).resolve().parents[1]
 RELEASE_REPORT = ROOT / "benchmarks" / "results" / "release_tests.json"
@@ -34,8 +38,13 @@ def pytest_configure(config: pytest.Config) -> None:
     # No deadline of an example: a shared machine's pauses are no fault of the code.
     hypothesis.settings.register_profile(tier, deadline=None, max_examples=_EXAMPLES[tier])
     hypothesis.settings.load_profile(tier)
-    if tier == "release" and not hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput"):
+        return
+    if tier == "release":
         config.pluginmanager.register(_ReleaseReport(), "release-report")
+    # Libraries leave thousands of temporary files. pytest's own directories, which show what failed, stay where they were.
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    config.add_cleanup(RunTemporary().remove)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import os
@@ -31,6 +32,13 @@ _PHASES = (
 )
 
 
+def short_directory(prefix: str) -> Path:
+    """A directory with a short path, because Ray's sockets lie below it. It is removed when this process ends."""
+    path = Path(tempfile.mkdtemp(prefix=prefix, dir="/tmp"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path
+
+
 @dataclass
 class ProgramRun:
     """One running command, with a mark in its environment that all its descendants inherit."""
@@ -38,8 +46,8 @@ class ProgramRun:
     command: list[str]
     output: Path
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
-    # Short, because Ray's socket paths lie below it; the run's own, so that what is left there is the run's.
-    temporary: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="rt-", dir="/tmp")))
+    # The run's own, so that what is left there is the run's.
+    temporary: Path = field(default_factory=lambda: short_directory("rt-"))
     process: subprocess.Popen[bytes] | None = None
     shared: set[str] = field(default_factory=engine_files)
     """What was in /dev/shm before this run; a new process may have the pid of a dead owner."""
