@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from rstar2_megatron.reward.spelling import FUNCTIONS, UPRIGHT
+from rstar2_megatron.reward.spelling import FUNCTIONS, NUMBER_WORDS, UPRIGHT
 
 Algebra = Callable[[str, str, str], bool | None]
 """(a, b, sign) -> whether a = b or, with the sign of a relation, `a sign 0` and `b sign 0` are multiples; None when unread."""
@@ -65,13 +65,16 @@ _SYMBOLS = {
 }  # fmt: skip
 _OTHERS = "sq cu per dm euro cent day week year ton oz rad unit mph kph way"  # longer words are units by their look
 _SHORT = frozenset(_OTHERS.split()) | set(_SYMBOLS.values())
-_NO_UNIT_WORDS = """
-not nor to but if when than then more less least most only about around over under between above below negative dozen pair score
-hundred thousand million billion half halve third quarter fourth fifth sixth tenth hundredth th st nd rd plus minus divided
-multiplied of mod modulo base factorial root infinity none no is are equal even odd other any all wrong right false true correct
-incorrect one two three four five six seven eight nine ten eleven twelve twenty fifty
+_NO_UNIT_WORDS = f"""
+not nor to but if when than then more less most least only about around over under between above below negative dozen gross pair
+score half halve third quarter th st nd rd plus minus divided multiplied of mod modulo base factorial root infinity none no is
+are equal even odd other any all wrong right false true correct incorrect permille promille ppm {NUMBER_WORDS}
 """
 _NO_UNITS = frozenset(_NO_UNIT_WORDS.split())
+_NUMERAL = re.compile(
+    r"(?:.+teen|hundred|thousand|.+illion|ten|eleven|four|fif|six|seven|eigh|nin|twelf)(?:th)?|"
+    r"(?:twen|thir|for|fif|six|seven|eigh|nine)t(?:y|ieth)"
+)
 
 
 @dataclass
@@ -299,7 +302,8 @@ def split_unit(text: str) -> tuple[str, str]:
 
 def _unit(text: str) -> str:
     """One spelling of a unit, "m / s ^ 2" for `meters per second squared`; "" where it is none."""
-    if _NO_UNITS & {name for word in text.split() for name in (word.lower(), _name(word))}:
+    names = {name for word in text.split() for name in (word.lower(), _name(word))}
+    if _NO_UNITS & names or any(map(_NUMERAL.fullmatch, names)):
         return ""
     for pattern, spelled in _UNIT_RULES:
         text = re.sub(rf"(?<!\S){pattern}(?!\S)", spelled, text)

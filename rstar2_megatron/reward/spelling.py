@@ -35,12 +35,12 @@ _SAME = {
 }  # fmt: skip
 _ALIASES = {other: token for token, others in _SAME.items() for other in others.split()}
 _POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-_NUMBER_WORDS = "zero one two three four five six seven eight nine ten eleven twelve"
+NUMBER_WORDS = "zero one two three four five six seven eight nine ten eleven twelve"
 _PHRASES = {  # by the sign that an answer in words stands for
     "\\emptyset": r"(?:there (?:is|are) )?no (?:real |such )?(?:solution|root)s?|none|(?:the )?empty set",
     "\\mathbb{R}": r"(?:all |the )(?:reals|real numbers?)|real numbers",
     "\\infty": r"(?:positive )?infinity",
-    **{str(number): word for number, word in enumerate(_NUMBER_WORDS.split())},
+    **{str(number): word for number, word in enumerate(NUMBER_WORDS.split())},
 }
 
 _MARKDOWN = re.compile(r"(?<!\S)(\*\*\*|\*\*|__|[*_`])\s*([^*_`\s](?:[^`]*?[^*_`\s])?)\s*\1(?!\w)")

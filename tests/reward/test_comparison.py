@@ -17,6 +17,12 @@ PIECES = r"""
 * ** _ ` \text{ } { \{ \} ( ) [ ] , ; and or < \le = x 1 12 1,000 \frac \sqrt ^ | \in \pm \circ ' & \\ $ \$ % cm : A (A) B.
 ! 。 ²
 """
+NO_UNITS = """
+not to but if when than then more least most only about around over between above below negative score half third quarter
+fourth fifth sixths sevenths eighths ninths tenths elevenths twelfths fifteenths twentieths hundredths thousandths millionths
+th st nd rd minus divided multiplied of mod modulo zero seven twelve thirteen nineteen twenty fifty ninety hundred thousand
+million billion trillion gross permille promille ppm dozens
+"""
 
 
 @pytest.mark.parametrize(
@@ -77,6 +83,17 @@ def test_long_texts_are_left_to_a_process_that_can_be_killed(piece: str) -> None
 )
 def test_units(answer: str, value: str, unit: str) -> None:
     assert split_unit(spell(answer)) == (value, unit)
+
+
+@pytest.mark.parametrize("word", NO_UNITS.split())
+def test_words_that_change_a_number_are_no_units(word: str) -> None:
+    for text in (f"7 {word}", f"7\\text{{ {word}}}", f"7\\text{{ {word} marbles}}"):
+        assert CORRECT not in (grade_answer(text, ["7"]), grade_answer("7", [text])), text
+
+
+@pytest.mark.parametrize("unit", ["months", "widths", "teeth", "depths", "paths", "cities", "children", "tents"])
+def test_units_that_end_like_numbers(unit: str) -> None:
+    assert grade_answer(f"7\\text{{ {unit}}}", ["7"]) == CORRECT
 
 
 @pytest.mark.parametrize(
