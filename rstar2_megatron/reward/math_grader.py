@@ -48,4 +48,4 @@ def _forms(solution: str, answer: str) -> list[str]:
     if base and base[1].casefold() == compact(answer).casefold():
         return [answer]
     value, unit = split_unit(solution)
-    return [solution, value] if unit == "%" and split_unit(answer)[1] != "%" else [solution]
+    return [solution, value] if unit == "%" and not split_unit(answer)[1] else [solution]

@@ -127,4 +127,5 @@ def test_numbers_are_exact(value: Fraction) -> None:
 def test_the_percent_sign_and_the_base_of_a_solution_may_be_left_out() -> None:
     assert quick_grade("25", ["25\\%"]) == quick_grade("0.25", ["25\\%"]) == quick_grade("25%", ["1/4"]) == CORRECT
     assert quick_grade("25\\%", ["25"]) == quick_grade("2500\\%", ["25\\%"]) == WRONG
+    assert quick_grade("25\\text{ dollars}", ["25\\%"]) == quick_grade("25\\%^2", ["25\\%"]) == WRONG
     assert quick_grade("2A", ["2A_{16}"]) == CORRECT and quick_grade("2A_{16}", ["42"]) == WRONG
