@@ -48,9 +48,10 @@ _NUMBER_CHARS = 300
 IN_BASE = re.compile(r"\(?([0-9A-Fa-f]*\d[0-9A-Fa-f]*)\)?_\{?(\d+)\}?")
 
 _UNIT_RULES = [
-    (r"\^ \{ - (\d) \}", r"^ -\1"), ("mph", "mi / h"), ("kph", "km / h"), ("per cent", "%"), ("per", "/"), ("cc", "cm ^ 3"),
-    (r"(?:square|sq)(?: \.)? (\w+)", r"\1 ^ 2"), (r"(?:cubic|cu)(?: \.)? (\w+)", r"\1 ^ 3"), (r"(\w+) squared", r"\1 ^ 2"),
-    (r"(\w+) cubed", r"\1 ^ 3"), ("squared|cubed", "?"), (r"(\w+) \^ -(?:1 |1$)", r"/ \1"), (r"(\w+) \^ -(\d)", r"/ \1 ^ \2"),
+    (r"\\cdot", ""), (r"\^ \{ - (\d) \}", r"^ -\1"), ("mph", "mi / h"), ("kph", "km / h"), ("per cent", "%"), ("per", "/"),
+    ("cc", "cm ^ 3"), (r"(?:square|sq)(?: \.)? (\w+)", r"\1 ^ 2"), (r"(?:cubic|cu)(?: \.)? (\w+)", r"\1 ^ 3"),
+    (r"(\w+) squared", r"\1 ^ 2"), (r"(\w+) cubed", r"\1 ^ 3"), ("squared|cubed", "?"), (r"(\w+) \^ -(?:1 |1$)", r"/ \1"),
+    (r"(\w+) \^ -(\d)", r"/ \1 ^ \2"),
 ]  # fmt: skip
 _UNIT = re.compile(r"(?:%|[a-z]{2,}|[mghslcf])(?: (?:/ )?(?:[a-z]{2,}|[mghslcf])| \^ \d)*")
 _SYMBOLS = {
