@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -77,8 +78,10 @@ def test_importance_weights_are_truncated_and_counted() -> None:
     assert metrics["tis_clipped"] == 1
     assert metrics["tis_ratio"].item() == pytest.approx(1 + 3 + 0.5)
     assert metrics["tis_ratio_max"].item() == pytest.approx(3)
-    assert metrics["rollout_kl"] > 0
+    assert metrics["rollout_kl"].item() == pytest.approx(3 - 1 - math.log(3) + 0.5 - 1 - math.log(0.5))
+    assert metrics["logprob_diff_max"].item() == pytest.approx(math.log(3))
     _, same = tis_weights(actor, actor, clip=2.0)
     assert same["rollout_kl"] == 0 and same["logprob_diff_max"] == 0
+    assert tis_weights(actor, actor, clip=1.0)[1]["tis_clipped"] == 0
     empty = torch.zeros(0)
     assert tis_weights(empty, empty, clip=2.0)[1]["tis_ratio_max"] == 0

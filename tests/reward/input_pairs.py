@@ -339,6 +339,7 @@ INPUT_PAIRS: dict[str, list[Row]] = {
     ("a*b", ["ab", "b*a", "`a*b`"], ["a+b"]),
 ],
 "one rule each": [
+    ("2v", ["2\\mathbf{v}", "\\boldsymbol{2v}"], ["2", "v^2"]),
     ("7", ["\\{7\\}", "S = \\{7\\}", "7 \\div 1", "\\lvert -7 \\rvert", "\\vert -7 \\vert"], ["\\{7, 8\\}", "7\\text{ gross}",
       "7\\text{ eighths}", "7\\text{ thousandths}"]),
     ("a \\ge b = c", ["c = b \\le a"], ["a \\le b = c", "a \\ge b > c", "a > b = c"]),
