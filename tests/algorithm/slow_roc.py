@@ -21,7 +21,8 @@ def slow_released(trajectories: Sequence[Trajectory], cfg: DownSamplingConfig) -
         n_open, n_close = text.count("<answer>"), text.count("</answer>")
         turns = len(re.findall(r"<\|im_start\|>assistant.*?<\|im_end\|>", text, re.DOTALL))
         form = 1.0
-        if n_open and n_open == n_close and turns:
+        pairs = len(re.findall(r"<answer>.*?</answer>", text, re.DOTALL))
+        if n_open and n_open == n_close == pairs and turns:
             form = min((n_open - 1) / turns, 1.0)
         return error * cfg.roc_error_ratio + form * cfg.roc_answer_format
 

@@ -70,10 +70,28 @@ def test_released_penalties_keep_the_known_deviations(calls, answers, error, ans
     assert (penalty.error, penalty.answer_format) == (error, answer_format)
 
 
-def test_released_unbalanced_answer_tags() -> None:
+@pytest.mark.parametrize(
+    ("texts", "answer_format"),
+    [
+        (["", "<answer>1</answer>"], 0.0),
+        (["<answer>1</answer>", ""], 0.0),
+        (["", "<answer>1</answer> <answer>"], 1.0),
+        (["", "<answer>1</answer> </answer>"], 1.0),
+        (["", "</answer> 1 <answer>"], 1.0),
+        (["", "<answer>1 <answer>2</answer></answer>"], 1.0),
+        (["<answer>1</answer>", "<answer>2</answer>"], 1.0),
+        (["<answer>1</answer>", "", "<answer>2</answer>"], 0.5),
+    ],
+)
+def test_released_answer_tags_must_pair_up(texts: list[str], answer_format: float) -> None:
+    t = trajectory(1.0, [OK] * (len(texts) - 1))
+    t.assistant_texts = texts
+    assert released_penalty(t).answer_format == answer_format
+
+
+def test_paper_counts_an_answer_that_does_not_close() -> None:
     t = trajectory(1.0, [OK])
     t.assistant_texts[-1] += " <answer>"
-    assert released_penalty(t).answer_format == 1.0
     assert paper_penalty(t).answer_format == 0.5
 
 
