@@ -72,7 +72,7 @@ score half halve third quarter th st nd rd plus minus divided multiplied of mod 
 are equal even odd other any all wrong right false true correct incorrect permille promille ppm {NUMBER_WORDS}
 """
 _NO_UNITS = frozenset(_NO_UNIT_WORDS.split())
-_NUMERAL = re.compile(
+_NUMERAL = re.compile(  # million, thirteen, fifty, and parts: eighths, thousandths
     r"(?:.+teen|hundred|thousand|.+illion|ten|eleven|four|fif|six|seven|eigh|nin|twelf)(?:th)?|"
     r"(?:twen|thir|for|fif|six|seven|eigh|nine)t(?:y|ieth)"
 )

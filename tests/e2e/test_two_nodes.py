@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +15,7 @@ import pytest
 from rstar2_megatron.services.loopback import environment
 from rstar2_megatron.services.process import free_port
 from rstar2_megatron.services.redis_server import RedisServer
-from tests.e2e.runs import ROOT, SCRIPT, ProgramRun, read_jsonl
+from tests.e2e.runs import ROOT, SCRIPT, ProgramRun, read_jsonl, short_directory
 from tests.rollout.memorised import SETTINGS
 
 LIMIT_S = 600
@@ -31,7 +29,7 @@ def ray_address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     settings = {**environment(), "RAY_worker_niceness": "0", "PYTHONWARNINGS": "ignore", "RAY_USAGE_STATS_ENABLED": "0"}
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
-    directory = tempfile.mkdtemp(prefix="rstar2-2n-", dir="/tmp")  # Ray's socket paths must stay short
+    directory = str(short_directory("rstar2-2n-"))
     cluster = Cluster()
     try:
         # Here Cluster writes its address, not where temp_dir says; what it takes by default may not exist.
@@ -52,7 +50,6 @@ def ray_address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     finally:
         monkeypatch.setenv("RAY_TMPDIR", directory)  # it removes the address that it wrote
         cluster.shutdown()
-        shutil.rmtree(directory, ignore_errors=True)
 
 
 def raylet_of(process: psutil.Process) -> int:
