@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -22,7 +23,7 @@ LIBRARIES = ["", "import numpy\n"]  # which of a slot's two call parents is used
 
 
 @pytest.mark.ci
-def test_a_call_ended_at_any_moment_leaves_its_program_to_nobody() -> None:
+def test_a_call_ended_at_any_moment_leaves_its_program_to_nobody(tmp_path: Path) -> None:
     program = """
 import os, random, time
 from rstar2_megatron.judge.sandbox.call_parent import CallParent, make_connection, serve_calls
@@ -40,7 +41,7 @@ null = os.open("/dev/null", os.O_RDONLY)
 
 def start(source):
     reader, writer = os.pipe()
-    limits = SandboxLimits.of(CallLimits(), "/tmp")
+    limits = SandboxLimits.of(CallLimits(), os.getcwd())
     parent.start(Program("python", source, None, False, limits, 10, 1 << 30), (null, writer, writer))
     os.close(writer)
     return reader
@@ -62,7 +63,8 @@ for number in range(3000):  # how many are ended in time depends on the machine'
     assert end(start(f"print({number})")) == (0, b"%d\\n" % number), number
 print("ended:", ended)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.stdout.startswith("ended: "), done.stdout + done.stderr
     assert int(done.stdout.split()[1]) > 50
 
