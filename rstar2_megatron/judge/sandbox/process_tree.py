@@ -92,7 +92,7 @@ class Usage(NamedTuple):
 
     members: list[int]
     cpu_s: float  # with that of reaped children
-    is_running: bool  # a thread uses a core, or waits for one
+    is_running: bool  # a thread uses a core, or waits for one; or the program has ended, and its parent waits for one
 
 
 def _stat(path: str) -> list[bytes]:
@@ -105,12 +105,13 @@ def usage_of(pid: int) -> Usage:
     for member in family(pid):
         with contextlib.suppress(OSError, ValueError, IndexError):
             fields = _stat(f"/proc/{member}")
-            members.append(member)
-            ticks += sum(map(int, fields[11:15]))  # own and waited-for children's, user and system
             tasks = os.listdir(f"/proc/{member}/task")
             states = (_stat(f"/proc/{member}/task/{task}")[0] for task in tasks)
-            is_running = is_running or fields[0] == b"R" or (len(tasks) > 1 and b"R" in states)
-    return Usage(members, ticks / _TICKS_PER_S, is_running)
+            has_ended = member == pid and fields[0] == b"Z" and len(tasks) == 1  # not only its first thread
+            is_running = is_running or has_ended or fields[0] == b"R" or (len(tasks) > 1 and b"R" in states)
+            ticks += sum(map(int, fields[11:15]))  # own and waited-for children's, user and system
+            members.append(member)
+    return Usage(members, ticks / _TICKS_PER_S, is_running or not members)
 
 
 class Supervision:

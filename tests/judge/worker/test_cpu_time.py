@@ -254,7 +254,10 @@ def test_a_wait_for_a_core_is_no_sleep() -> None:
             time.sleep(0.01)
     finally:
         sleeps.kill()
+        os.waitid(os.P_PID, sleeps.pid, os.WEXITED | os.WNOWAIT)
+        assert usage_of(sleeps.pid).is_running, "it has ended, and nobody has been told"
         sleeps.wait()
+        assert usage_of(sleeps.pid).is_running
 
 
 def test_where_there_are_no_cpu_groups_a_long_calls_processes_are_nicer() -> None:
