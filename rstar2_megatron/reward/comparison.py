@@ -155,10 +155,10 @@ class Comparison:
             if not first or not names <= {first, ""} or any(not name and _conditions(value) for name, value in named):
                 return "", text
             ranges = all(_parts(value)[0] in ("()", "(]", "[)", "[]", "cup") for value in values)
-            half_lines = re.fullmatch(
-                r"(.+ ,) \\infty \) \( - \\infty (.+)", " ".join(sorted(values, key=lambda v: v[2:3] == "-"))
-            )
-            if ranges and joint == "and" and half_lines and len(values) == 2:
+            # x > a, then x \ne b, then x < c: the end of one and the begin of the next leave the interval that is in both
+            in_order = sorted(values, key=lambda v: (v.startswith("( - \\infty"), "\\cup" not in v))
+            half_lines = re.fullmatch(r"(.+ ,) \\infty \) \( - \\infty (.+)", " ".join(in_order))
+            if ranges and joint != "or" and half_lines and len(values) == 2 and not all("\\cup" in v for v in values):
                 return first, half_lines[1] + half_lines[2][1:]
             return first, (" \\cup " if ranges and joint == "or" else " , ").join(values)
         for pattern, spelled in _REWRITTEN:
