@@ -18,7 +18,6 @@ import numpy as np
 from rstar2_megatron.rollout.scheduling.kv_budget import CountBudget, KVBudget, KVReservation
 from rstar2_megatron.rollout.scheduling.length_estimate import Array, LengthSurvival
 
-_FEW_LENGTHS = 512
 _LONG_WAIT = 3  # engine reports after which a tool wait counts as long
 _CROWDED = 0.8  # share of the capacity above which long tool waits are preempted
 # Standard deviations that are kept free: at the start, at most, more after evictions, less after a report without any.
@@ -35,15 +34,13 @@ class AdaptiveBudget(KVBudget):
     few trajectories reach it, and not at the same time.
 
     Lengths within a group are correlated, which the variance ignores. So evictions raise `z`, and reports without
-    evictions lower it slowly. While few lengths are known, the number of running trajectories grows by a tenth a report,
-    so that a wrong first estimate does not fill the engine.
+    evictions lower it slowly.
     """
 
     def __init__(self, capacity_tokens: int, max_requests: int) -> None:
         super().__init__(capacity_tokens, max_requests)
         self.z = _FIRST_Z
         self._learnt = 0
-        self._ceiling = float("inf")  # most trajectories that may run until the next report
         self._waits: Counter[Hashable] = Counter()  # reports in a row during one tool wait
         self.lengths: LengthSurvival | None = None  # made at the first admission, which gives the longest response
         self._curves: dict[Hashable, tuple[Array, Array]] = {}
@@ -62,8 +59,6 @@ class AdaptiveBudget(KVBudget):
         self._waits = Counter({key: self._waits[key] + 1 for key in at_tools if key in self._reservations})
         too_many = evictions or self.used_tokens > self.capacity_tokens
         step = _RAISE_BY if too_many else -_LOWER_BY
-        young = 0 < self._learnt < _FEW_LENGTHS and self.running
-        self._ceiling = self.running * 1.1 + 4 if young else float("inf")
         self.z = min(_MOST_Z, max(0.0, self.z + step))
         self._project()
 
@@ -107,8 +102,6 @@ class AdaptiveBudget(KVBudget):
         return away
 
     def _fits(self, reservation: KVReservation, shared: int) -> bool:
-        if self.running >= self._ceiling:
-            return False
         expected, variance = self._curve(reservation)
         peak = self._peak(self._expected + expected, self._variance + variance)
         return self._prompt_tokens + shared + peak <= self.capacity_tokens
