@@ -134,3 +134,25 @@ def test_full_disk_dead_judge_and_a_kill_cost_no_problem(cache: Path, tmp_path: 
     for t in [*begun, *(t for g in (*state.complete, *state.rejected) for t in g.trajectories)]:
         count = len(t.response_ids)
         assert finished[t.query_id, t.rollout_index].response_ids[:count].tolist() == t.response_ids.tolist()
+
+
+@pytest.mark.release
+def test_what_was_rolled_out_beside_training_trains_the_same_in_turns(cache: Path, tmp_path: Path) -> None:
+    """Three steps, replayed with `algorithm.max_staleness=0`: what the actor computes is bit for bit the same."""
+    first = RunProcess(apart(cache, tmp_path, 3), tmp_path / "first.log").start()
+    assert first.wait(LIMIT_S) == 0, first.text()[-6000:]
+    beside = read_jsonl(tmp_path / "apart" / "metrics.jsonl")
+    assert max(row["rollout/engine/staleness_max"] for row in beside) >= 1
+    replayed = f"runner.replay_rollouts={tmp_path}/apart/rollouts"
+    command = [*apart(cache, tmp_path, 3), "algorithm.max_staleness=0", replayed, "runner.experiment_name=turns"]
+    again = RunProcess(command, tmp_path / "again.log").start()
+    assert again.wait(LIMIT_S) == 0, again.text()[-6000:]
+    again.assert_nothing_left()
+    in_turns = read_jsonl(tmp_path / "turns" / "metrics.jsonl")
+    assert all("train/actor/grad_norm" in row for row in beside)
+    assert [computed(row) for row in in_turns] == [computed(row) for row in beside]
+
+
+def computed(row: dict[str, Any]) -> dict[str, Any]:
+    """What the actor computed in a step, without times and memory."""
+    return {name: value for name, value in row.items() if name.startswith("train/") and not re.search("second|_gb", name)}
