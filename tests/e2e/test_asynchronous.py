@@ -154,5 +154,5 @@ def test_what_was_rolled_out_beside_training_trains_the_same_in_turns(cache: Pat
 
 
 def computed(row: dict[str, Any]) -> dict[str, Any]:
-    """What the actor computed in a step, without times and memory."""
-    return {name: value for name, value in row.items() if name.startswith("train/") and not re.search("second|_gb", name)}
+    """What the actor computed in a step, without its speed."""
+    return {name: value for name, value in row.items() if name.startswith("train/") and not re.search("second|tflops", name)}
