@@ -84,7 +84,7 @@ class Runner:
         raise NotImplementedError
 
     def close(self) -> None:
-        """CallEnd processes that live on between calls."""
+        """End processes that live on between calls."""
 
     def _prepare_group(self) -> None:
         """Give the control group the call's limit and share."""

@@ -160,7 +160,7 @@ class SessionRunner(Runner):
         return len(members)
 
     def _finish(self, wait_s: float = 0.1) -> int:
-        """CallEnd the session's processes. Returns the interpreter's exit code, negative for a signal.
+        """End the session's processes. Returns the interpreter's exit code, negative for a signal.
 
         An interpreter that is ending closes its descriptors before it is gone: `wait_s` lets it finish.
         """
