@@ -50,7 +50,7 @@ def allow_seeded_sampling() -> None:
 
 
 def prepare_scheduler() -> None:
-    """Set up the process that runs the model: batched attention, sampling, no torch.compile (it needs a compiler), no NCCL."""
+    """Set up the process that runs the model: products, attention and sampling for a CPU, no torch.compile, no NCCL."""
     if torch.cuda.is_available():
         return
     importlib.import_module("torch._dynamo").config.disable = True
@@ -58,8 +58,9 @@ def prepare_scheduler() -> None:
     # a group of CPU ranks. Told that there is no library, it does without.
     pynccl: Any = importlib.import_module("sglang.srt.distributed.device_communicators.pynccl")
     pynccl.NCCLLibrary = _no_nccl
-    from rstar2_megatron.cpu import sglang_attention, sglang_sampling  # import SGLang, which needs the stand-ins
+    from rstar2_megatron.cpu import few_rows, sglang_attention, sglang_sampling  # import SGLang, which needs the stand-ins
 
+    few_rows.install()
     sglang_attention.install()
     sglang_sampling.install()
 

@@ -24,6 +24,7 @@ _REWRITTEN = [  # one spelling for sets and inequalities: x \in and an interval
     (r"\{ ((?!.*\\choose).*) \}", r"\1"),
     (r"\\mathbb\{R\}", r"( - \\infty , \\infty )"),
     (r"\\mathbb\{R\} \\setminus \\\{ ([^,]+) \\\}", r"( - \\infty , \1 ) \\cup ( \1 , \\infty )"),
+    (rf"({_NAME}) \\ne \\pm ({_SIDE})", r"\1 \\ne \2 , \1 \\ne - \2"),
     (rf"({_NAME}) \\ne ({_SIDE})", r"\1 < \2 or \2 < \1"),
     (rf"\| ({_NAME}) \| (<|\\le) ({_SIDE})", r"- ( \3 ) \2 \1 \2 \3"),
     (rf"({_SIDE}) (<|\\le) \| ({_NAME}) \|", r"\3 \2 - ( \1 ) or \1 \2 \3"),
@@ -144,6 +145,8 @@ class Comparison:
     def named(self, text: str) -> tuple[str, str]:
         """("x", value) of `x = value`, `x \\in set` and an inequality of x, whose value is its interval; ("", text) without."""
         elements, joint = _split(text, _JOINTS)
+        if unequal := re.match(rf"{_NAME} \\ne ", text):  # x \ne 0, 1
+            elements = [element if _sides(element)[1] else unequal[0] + element for element in elements]
         if len(elements) > 1 and elements[-1].startswith("\\bound "):
             name, value = self.named(" , ".join(elements[:-1]))
             return name, f"{value} , {elements[-1]}"

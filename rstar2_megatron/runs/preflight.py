@@ -183,16 +183,12 @@ def arithmetic_problems(settings: Settings) -> Iterator[str]:
             f"algorithm.n_minibatches={algorithm.n_minibatches} exceeds the {data.rollout_batch_size * kept} "
             "trajectories a step keeps at most"
         )
-    if algorithm.importance_sampling_fix and not algorithm.recompute_logprobs:
-        yield (
-            "algorithm.importance_sampling_fix=True weighs the actor's old log-probs against the engine's; set "
-            "algorithm.recompute_logprobs=True"
-        )
-    if algorithm.decoupled_loss and not algorithm.recompute_logprobs:
-        yield (
-            "algorithm.decoupled_loss=True clips against the actor's log-probs before the update; set "
-            "algorithm.recompute_logprobs=True"
-        )
+    for key, use in (
+        ("importance_sampling_fix", "weighs the actor's old log-probs against the engine's"),
+        ("decoupled_loss", "clips against the actor's log-probs before the update"),
+    ):
+        if getattr(algorithm, key) and not algorithm.recompute_logprobs:
+            yield f"algorithm.{key}=True {use}; set algorithm.recompute_logprobs=True"
     if algorithm.decoupled_loss and algorithm.importance_sampling_fix:
         yield (
             "algorithm.decoupled_loss=True and algorithm.importance_sampling_fix=True weigh every token twice by the same "
