@@ -1,7 +1,7 @@
 """Matrix products of a decoding batch on all threads of a CPU engine.
 
 MKL computes x @ W.T of 4 to 56 rows on one thread, whatever the threads are. Of W @ x.T it divides the rows of W. With two
-threads that takes half of the time, where a weight has a quarter of a million numbers or more.
+threads that takes about half of the time for 16 to 48 rows, and most of it for 8 (`benchmarks/NOTES.md`).
 """
 
 from __future__ import annotations

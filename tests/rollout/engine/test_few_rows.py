@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -33,3 +36,22 @@ def test_only_few_rows_of_a_large_weight_are_turned(monkeypatch: pytest.MonkeyPa
     for rows, outputs in ((7, 1024), (8, 1024), (48, 1024), (49, 1024), (32, 64)):
         mm(torch.zeros(rows, 256), torch.zeros(outputs, 256).t())
     assert seen == [(7, 1024), (1024, 8), (1024, 48), (49, 1024), (32, 64)]
+
+
+@pytest.mark.parametrize(("threads", "seen"), [(1, "[]"), (2, "[(32, 1024)]")])
+def test_a_process_of_several_threads_takes_them_for_its_layers(threads: int, seen: str) -> None:
+    program = f"""
+import torch
+from rstar2_megatron.cpu import few_rows
+seen, original = [], few_rows.mm
+few_rows.mm = lambda x, w: seen.append((x.size(0), w.size(1))) or original(x, w)
+torch.set_num_threads({threads})
+few_rows.install()
+with torch.inference_mode():
+    layer = torch.nn.Linear(256, 1024, bias=False)
+    x = torch.randn(32, 256)
+    torch.testing.assert_close(layer(x), (x.double() @ layer.weight.double().t()).float(), rtol=0.0, atol=1e-4)
+    print([shape for shape in seen if shape == (32, 1024)][:1])
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.strip()) == (0, seen), done.stderr
