@@ -111,13 +111,16 @@ class _Reader:
                 if token == "/" and self.token not in _AFTER_TERM and self.token not in _SIGNS:
                     raise Unreadable("a/bc")
                 value = value * other if token == "\\cdot" else value / other
-            elif (token[0] in "0123456789." and self.tokens[self.at - 1] != "!") or re.match(
-                r"\{\d", "".join(self.tokens[self.at :])
-            ):
+            elif (token[0] in "0123456789." and not self._ends(value)) or re.match(r"\{\d", "".join(self.tokens[self.at :])):
                 raise Unreadable("digits apart")
             else:
                 value *= self.factor()
         return value
+
+    def _ends(self, value: Any) -> bool:
+        """Whether digits may follow: 5!2, (n-1)2^n."""
+        before = self.tokens[self.at - 1]
+        return before == "!" or (before == ")" and bool(value.free_symbols))
 
     def factor(self) -> Any:
         whole, start = self.token.isdigit(), self.at + 1
@@ -164,7 +167,9 @@ class _Reader:
             return top / bottom if token == "\\frac" else sympy.binomial(top, bottom)
         if token == "\\sqrt":
             degree = self.primary() if self.token == "[" else 2
-            return self.argument() ** (S.One / degree)
+            value = self.argument()
+            odd = value.is_negative and S(degree).is_odd  # of which sympy takes a complex root
+            return -((-value) ** (S.One / degree)) if odd else value ** (S.One / degree)
         if token[1:] in FUNCTIONS:
             return self.function(token[1:])
         if token in _CONSTANTS or _SYMBOL.fullmatch(token):

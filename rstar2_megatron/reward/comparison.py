@@ -17,7 +17,11 @@ Algebra = Callable[[str, str, str], bool | None]
 
 _JOINTS = (",", "and", "or")
 _RELATIONS = ("=", "<", ">", "\\le", "\\ge", "\\ne", "\\in")
-_NAME = rf"(?:[a-zA-Z]|\\angle [A-Z]{{1,3}}|[A-Z]{{2,3}}|\\(?!infty|pi)[a-z]+|\S+\{{\S+\}}|[a-zA-Z]\(\S*\)|{UPRIGHT}\w+)"
+_NAME = (  # x, \angle ABC, AB, \alpha, a_{n}, f(x), \text{cost}; \sin A, |AB|, \vec{a} \cdot \vec{b}, m + n, AB : BC
+    rf"(?:[a-zA-Z]|\\angle [A-Z]{{1,3}}|[A-Z]{{2,3}}|\\(?!infty|pi)[a-z]+|\S+\{{\S+\}}|[a-zA-Z]\(\S*\)|{UPRIGHT}\w+|"
+    r"\\(?:sin|cos|tan) (?:[A-Z]|\\angle [A-Z]{1,3}|\\[a-z]+)|\| (?:z|[A-Z]{2}|\\vec\{\w+\}) \||"
+    r"\\vec\{\w+\} \\cdot \\vec\{\w+\}|[a-z](?: \+ [a-z])+|[A-Z]{2} : [A-Z]{2}|[a-z](?: : [a-z])+)"
+)
 _SIDE = r"(?:(?!\\[lg]e )[^<>=])+"
 _REWRITTEN = [  # one spelling for sets and inequalities: x \in and an interval
     (r"\\\{ (?:\w|\w \\in \\mathbb\{R\}) (?:\||:) (.+) \\\}", r"\1"),
@@ -34,8 +38,8 @@ _REWRITTEN = [  # one spelling for sets and inequalities: x \in and an interval
     (rf"({_SIDE}) \\le ({_NAME}) (<|\\le) ({_SIDE})", r"\2 \\in [ \1 , \4 \3"),
     (r"(\S+ \\in . .+ , .+) <", r"\1 )"),
     (r"(\S+ \\in . .+ , .+) \\le", r"\1 ]"),
-    (r"(?!\d\d? : [0-5]\d(?: : [0-5]\d|$| .m$))([^:]+) : ([^:]+)", r"( \1 ) / ( \2 )"),  # a ratio, unless it may be a time
-    (r"(?!\d\d? : [0-5]\d : [0-5]\d$)([^:]+) : ([^:]+) : ([^:]+)", r"( ( \1 ) / ( \2 ) , ( \2 ) / ( \3 ) )"),
+    (r"(?!\d\d? : [0-5]\d(?: : [0-5]\d|$| .m$))([^:=]+) : ([^:=]+)", r"( \1 ) / ( \2 )"),  # a ratio, unless it may be a time
+    (r"(?!\d\d? : [0-5]\d : [0-5]\d$)([^:=]+) : ([^:=]+) : ([^:=]+)", r"( ( \1 ) / ( \2 ) , ( \2 ) / ( \3 ) )"),
 ]
 
 _LETTER = f"{UPRIGHT}?([A-Z])"
@@ -54,18 +58,18 @@ _UNIT_RULES = [
     (r"(\w+) squared", r"\1 ^ 2"), (r"(\w+) cubed", r"\1 ^ 3"), ("squared|cubed", "?"), (r"(\w+) \^ -(?:1 |1$)", r"/ \1"),
     (r"(\w+) \^ -(\d)", r"/ \1 ^ \2"),
 ]  # fmt: skip
-_UNIT = re.compile(r"(?:%|[a-z]{2,}|[mghslcf])(?: (?:/ )?(?:[a-z]{2,}|[mghslcf])| \^ \d)*")
+_UNIT = re.compile(r"(?:%|[a-z]{2,}|[mghslcfnjvwa])(?: (?:/ )?(?:[a-z]{2,}|[mghslcfnjvwa])| \^ \d)*")
 _SYMBOLS = {
     word: symbol
     for symbol, words in {
         "mm": "millimeter", "cm": "centimeter", "m": "meter", "km": "kilometer", "in": "inch inche", "ft": "foot feet",
         "yd": "yard", "mi": "mile", "mg": "milligram", "g": "gram", "kg": "kilogram", "lb": "pound", "ml": "milliliter",
         "l": "liter L", "s": "sec second", "min": "minute", "h": "hr hour", "deg": "degree \\deg", "c": "celsius C",
-        "f": "fahrenheit F",
+        "f": "fahrenheit F", "n": "newton N", "j": "joule J", "v": "volt V", "w": "watt W", "a": "ampere amp A", "hz": "hertz",
     }.items()
     for word in words.split()
 }  # fmt: skip
-_OTHERS = "sq cu per dm euro cent day week year ton oz rad unit mph kph way"  # longer words are units by their look
+_OTHERS = "sq cu per dm euro yen cent day week year ton oz rad unit mph kph way"  # longer words are units by their look
 _SHORT = frozenset(_OTHERS.split()) | set(_SYMBOLS.values())
 _NO_UNIT_WORDS = f"""
 not nor to but if when than then more less most least only about around over under between above below negative dozen gross pair
@@ -94,6 +98,8 @@ class Comparison:
             return ours[0] == theirs[0] and (not ours[1] or not theirs[1] or self.same(ours[1], theirs[1]))
         if (ours and ours[1]) or (theirs and theirs[1]):
             return self.same(ours[1] if ours else a, theirs[1] if theirs else b)
+        if "," in a + b and (letters := _letters(a)) and _letters(b):
+            return letters == _letters(b)
         if (words := _words(a)) or _words(b):
             return words == _words(b)
         conditions = _conditions(a), _conditions(b)
@@ -110,8 +116,9 @@ class Comparison:
         kinds = {kind, other}
         if kinds == {""}:
             return self.same_values(a, b)
-        if kinds == {"", "{}"}:
-            return len(ours) == len(theirs) == 1 and self.same(ours[0], theirs[0])
+        if "{}" in kinds and not kinds <= {",", "{}"}:
+            elements, whole = (ours, b) if kind == "{}" else (theirs, a)
+            return len(elements) == 1 and self.same(elements[0], whole)
         if kinds <= {",", "{}"} or kinds == {"cup"}:
             if "{}" in kinds:
                 ours, theirs = self.distinct(ours), self.distinct(theirs)
@@ -119,7 +126,10 @@ class Comparison:
         return (len(kinds) == 1 or kinds == {",", "()"}) and len(ours) == len(theirs) and all(map(self.same, ours, theirs))
 
     def same_values(self, a: str, b: str) -> bool:
-        based = [IN_BASE.fullmatch(compact(text)) for text in (a, b)]
+        digits = [compact(text.replace(UPRIGHT, "")) for text in (a, b)]
+        based = [IN_BASE.fullmatch(text) for text in digits]
+        if any(match and match[2] == "10" for match in based):
+            based = [match or IN_BASE.fullmatch(f"{text}_10") for match, text in zip(based, digits)]
         if any(based):
             return all(based) and in_base(*based[0].groups()) == in_base(*based[1].groups())  # type: ignore[union-attr]
         (a, our_unit), (b, their_unit) = split_unit(a), split_unit(b)
@@ -144,7 +154,10 @@ class Comparison:
 
     def named(self, text: str) -> tuple[str, str]:
         """("x", value) of `x = value`, `x \\in set` and an inequality of x, whose value is its interval; ("", text) without."""
-        elements, joint = _split(text, _JOINTS)
+        cases = [self.named(case) for case in _split(text, ("or",))[0]] if " or " in text else []
+        if cases and "," in cases[0][0] and {name for name, _ in cases} == {cases[0][0]}:  # x = 1, y = 2 or x = 3, y = 4
+            return cases[0][0], " , ".join(value for _, value in cases)
+        elements, joints = _split(text, _JOINTS)
         if unequal := re.match(rf"{_NAME} \\ne ", text):  # x \ne 0, 1
             elements = [element if _sides(element)[1] else unequal[0] + element for element in elements]
         if len(elements) > 1 and elements[-1].startswith("\\bound "):
@@ -157,13 +170,19 @@ class Comparison:
                 return " , ".join(sorted(names)), f"( {' , '.join(value for _, value in sorted(named))} )"
             if not first or not names <= {first, ""} or any(not name and _conditions(value) for name, value in named):
                 return "", text
-            ranges = all(_parts(value)[0] in ("()", "(]", "[)", "[]", "cup") for value in values)
+            ranges = [_parts(value)[0] in ("()", "(]", "[)", "[]", "cup") and "," not in first for value in values]
+            if joints[-1] == "or" and any(ranges):
+                return first, " \\cup ".join(v if is_range else f"\\{{ {v} \\}}" for v, is_range in zip(values, ranges))
             # x > a, then x \ne b, then x < c: the end of one and the begin of the next leave the interval that is in both
             in_order = sorted(values, key=lambda v: (v.startswith("( - \\infty"), "\\cup" not in v))
-            half_lines = re.fullmatch(r"(.+ ,) \\infty \) \( - \\infty (.+)", " ".join(in_order))
-            if ranges and joint != "or" and half_lines and len(values) == 2 and not all("\\cup" in v for v in values):
-                return first, half_lines[1] + half_lines[2][1:]
-            return first, (" \\cup " if ranges and joint == "or" else " , ").join(values)
+            half_lines = re.fullmatch(r"(.+ ,) \\infty \) \( - \\infty ,(.+)", " ".join(in_order))
+            without = re.fullmatch(r"(. .+) ,( .+ .) \( - \\infty (, (.+) \) \\cup \( \4 ,) \\infty \)", " ".join(in_order))
+            if all(ranges) and len(values) == 2 and not all("\\cup" in v for v in values):
+                if half_lines:
+                    return first, half_lines[1] + half_lines[2]
+                if without:
+                    return first, f"{without[1]} {without[3]}{without[2]}"
+            return first, " , ".join(values)
         for pattern, spelled in _REWRITTEN:
             if match := re.fullmatch(pattern, text):
                 return self.named(match.expand(spelled))
@@ -182,19 +201,20 @@ class Comparison:
 # ----------------------------------------------------------------------------------------------- structure
 
 
-def _split(text: str, separators: Iterable[str]) -> tuple[list[str], str]:
-    """The parts between separators outside brackets, and the last separator."""
+def _split(text: str, separators: Iterable[str]) -> tuple[list[str], list[str]]:
+    """The parts between separators outside brackets, and the separators."""
     parts: list[list[str]] = [[]]
-    depth, last = 0, ""
+    between: list[str] = []
+    depth = 0
     for token in text.split():
         depth += token in ("(", "[", "{", "\\{") or token.startswith("\\begin")
         depth -= token in (")", "]", "}", "\\}") or token.startswith("\\end")
         if depth or token not in separators:
             parts[-1].append(token)
-        elif parts[-1] or last != "," or token == ",":  # ", and" is one separator
+        elif parts[-1] or between[-1:] != [","] or token == ",":  # ", and" is one separator
             parts.append([])
-            last = token
-    return [" ".join(part) for part in parts], last
+            between.append(token)
+    return [" ".join(part) for part in parts], between
 
 
 def _parts(text: str) -> tuple[str, list[str]]:
@@ -238,9 +258,8 @@ def _match(left: list, right: list, same: Callable) -> bool:  # type: ignore[typ
 
 
 def _sides(text: str) -> tuple[list[str], list[str]]:
-    sides = _split(text, _RELATIONS)[0]
-    signs = [token for token in text.split() if token in _RELATIONS]
-    return (sides, signs) if all(sides) and len(sides) == len(signs) + 1 else ([text], [])
+    sides, signs = _split(text, _RELATIONS)
+    return (sides, signs) if all(sides) else ([text], [])
 
 
 def _conditions(text: str) -> list[tuple[str, str]]:
@@ -268,7 +287,14 @@ def choice(text: str) -> tuple[str, str] | None:
 def _words(text: str) -> list[str]:
     """The words of a text answer ("Monday", "no solution"); empty for anything else."""
     words = re.findall("[a-z]+", text.casefold()) if _WORDS.fullmatch(text) and "and" not in text.split() else []
+    words = [word for word in words if word not in ("a", "an", "the")]
     return words if max(map(len, words), default=0) >= 3 else []
+
+
+def _letters(text: str) -> list[str]:
+    """The choices of `ACD` and of `A, C and D`; empty for anything else."""
+    several = re.fullmatch(r"[A-H]{2,}|[A-H](?:(?: ,| and)+ [A-H])+", text.replace(UPRIGHT, ""))
+    return sorted(re.findall("[A-H]", text)) if several else []
 
 
 def number(text: str) -> Fraction | None:
@@ -292,7 +318,7 @@ def compact(text: str) -> str:
 
 def split_unit(text: str) -> tuple[str, str]:
     """("45", "cm ^ 2") of `45 cm^2` and `45 square centimeters`; (text, "") without a unit."""
-    words = re.sub(r"^([-+] )?(dollar|euro|pound) (.+)$", r"\1\3 \2", text).split()
+    words = re.sub(r"^([-+] )?(dollar|euro|pound|yen) (.+?)(?= \x01?per |$)", r"\1\3 \2", text).split()
     for at in range(1, len(words)):
         word = words[at].lstrip(UPRIGHT)
         noun = len(word) >= 5 and word.isalpha() and bool(set(word) & set("aeiou"))

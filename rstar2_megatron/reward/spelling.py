@@ -32,6 +32,7 @@ _SAME = {
     "\\pmod": "\\mod \\bmod mod", "=": "\\equiv ≡",
     "\\ldots": "\\dots \\cdots \\dotsc \\dotsb ...", "\\setminus": "\\backslash \\smallsetminus", ",": "; where for with",
     "and": "\\land \\wedge", "or": "\\lor \\vee", "dollar": "\\$ $", "euro": "€", "pound": "£",
+    "yen": "¥ ￥", "cent": "¢",
 }  # fmt: skip
 _ALIASES = {other: token for token, others in _SAME.items() for other in others.split()}
 _POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
@@ -40,15 +41,17 @@ _PHRASES = {  # by the sign that an answer in words stands for
     "\\emptyset": r"(?:there (?:is|are) )?no (?:real |such )?(?:solution|root)s?|none|(?:the )?empty set",
     "\\mathbb{R}": r"(?:all |the )(?:reals|real numbers?)|real numbers",
     "\\infty": r"(?:positive )?infinity",
+    "none": r"(?:it |the limit )?does not exist|dne",
     **{str(number): word for number, word in enumerate(NUMBER_WORDS.split())},
 }
 
 _MARKDOWN = re.compile(r"(?<!\S)(\*\*\*|\*\*|__|[*_`])\s*([^*_`\s](?:[^`]*?[^*_`\s])?)\s*\1(?!\w)")
-_WRAPPING = r"(?:(text(?:bf|it|rm|sf|tt|normal)?|mathrm|mbox|operatorname\*?)|mathbf|mathit|boldsymbol|bm|boxed)"
+_WRAPPING = r"(?:(text(?:bf|it|rm|sf|tt|normal)?|mathrm|mbox|operatorname\*?)|mathbf|mathit|boldsymbol|bm|boxed|fbox|underline)"
 _WRAPPED = re.compile(rf"\\{_WRAPPING}\s*\{{((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}")
 _FORMATTING = re.compile(
     r"(?<!\\)\\[()\[\],;:!>\s]|~|\\hspace\*?\s*\{[^{}]*\}|(?<=\\\\)\s*\[-?[\d.]+\s*[a-z]{2}\]|"
-    r"\\(?:left|right|middle|[bB]ig{1,2}[lrm]?|displaystyle|textstyle|limits|quad|qquad|hfill)(?![a-zA-Z])"
+    r"\\(?:left|right)\s*\.|\\(?:text)?color\s*\{\w+\}|"
+    r"\\(?:left|right|middle|[bB]ig{1,2}[lrm]?|displaystyle|textstyle|limits|q?quad|hfill|large|Large|small)(?![a-zA-Z])"
 )
 _PRIMES = re.compile(r"\^\s*\{?\s*((?:\\prime\s*|')+)\}?|\\prime(?![a-zA-Z])")
 _DEGREE = re.compile(r"\^\s*\{?\s*\\circ(?![a-zA-Z])\s*\}?|\\degree(?![a-zA-Z])")
@@ -56,12 +59,21 @@ _ANGLE = re.compile(r"(\d+(?:\.\d+)?)\s*\\deg\s*(\d+(?:\.\d+)?)\s*'(?!')(?:\s*(\
 _REPEATING = re.compile(r"(?<![\d.])(\d{1,50})\.(\d{0,50})\s*((?:\\(?:overline|bar|dot)\s*(?:\{\s*\d{1,50}\s*\}|\d))+)")
 _THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(,|\{,\}|,\\!|\\,|\\ | |~)\d{3}(?:\1\d{3})*(?!\d|,\d)")
 _POWER_OF_TEN = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)e([+-]\d{2,3})(?![\w.^])")  # as Python prints it: 1e3 may be 3e
-_ACCENT = r"\\(?:overline|bar|vec|hat|tilde|overrightarrow|mathcal|mathbb)"
+_CHOOSE = re.compile(  # C_5^2; C_1^2 is a constant's square
+    r"(?:\\mathrm\s*\{\s*C\s*\}|(?<![A-Za-z\\])C)\s*_\s*\{?\s*(\d*[nm]|[3-9]|\d\d)\s*\}?\s*\^\s*\{?(\w+)\}?"
+)
+_ACCENT = r"\\(?:overline|bar|vec|hat|tilde|mathcal|mathbb)"
 _BASE = r"(?:[A-Za-z]|\\(?:alpha|beta|gamma|delta|theta|lambda|mu|sigma|phi|omega))"
 _ALONE = re.compile(rf"(?<!\\)\{{ (\w|(?!\\(?:frac|binom|{'|'.join(FUNCTIONS)}) )\\[a-z]+) \}}")
+_AROUND = re.compile(  # words before an answer; a full stop, a line's end, `only` or `for all x` behind it
+    r"^(?:\x01?(?:the|final|answer|option|choice|is) |[:=] )+|"
+    r"(?: ?[.,]|(?<!\d) \x01?only| \\\\| (?:, \x01?all|\\forall) \x01?[a-z](?: \\in \S+)?)+$",
+    re.IGNORECASE,
+)
 _TOKEN = re.compile(
     # a letter with its accent or subscript, the value of f
     rf"(?:{_ACCENT}(?![a-zA-Z])|{_BASE}\s*_)\s*(?:\{{[^{{}}]*\}}|\w)|[fghFGHPQ]\s*\([^()]*\)|"
+    r"[ED]\s*\((?:[XY]|\\xi|\\eta)\)|"
     r"\\begin\s*\{array\}\s*\{[^{}]*\}|\\(?:begin|end)\s*\{\w+\*?\}|\\[A-Za-z]+|\\.|"
     r"\x01?(?:log|[A-Za-z]+(?!\s*_))|\x01?[A-Za-z]|"
     r"\d+(?:\.\d+)?|\.\d+|\.\.\.|<=|>=|!=|\*\*|\S",
@@ -76,6 +88,8 @@ def spell(answer: str) -> str:
     text = re.sub("[₀-₉₊₋]+", lambda m: f"_{{{_ascii(m.group())}}}", text)
     text = re.sub("[¼-¾⅐-⅞]", lambda m: "\\frac{" + _ascii(m.group()).replace("⁄", "}{") + "}", text)
     text = _POWER_OF_TEN.sub(r"\1 \\cdot 10^{\2}", text)
+    text = _CHOOSE.sub(r"\\binom{\1}{\2}", text)
+    text = re.sub("(?<=[①-⑳])[, ]*(?=[①-⑳])", ",", text.replace("\\overrightarrow", "\\vec"))
     text = re.sub("[α-ω]", lambda m: f"\\{unicodedata.name(m.group()).split()[-1].lower()} ", text)
     if text.replace("\\$", "").count("$") != 1:  # a single one is a currency
         text = re.sub(r"(?<!\\)\$", " ", text)
@@ -87,12 +101,18 @@ def spell(answer: str) -> str:
     text = " ".join(map(_spelled, _TOKEN.findall(text)))
     text = re.sub(r" [.,] (?=& |\\\\ |\\end)", " ", _ALONE.sub(r"\1", text))
     text = re.sub(r"(?<=[\d})]) \\(min|sec)(?= /|$)", rf" {UPRIGHT}\1", text)  # without an argument it is a unit
-    text = re.sub(r"^(?:\x01?(?:the|final|answer|option|choice|is) |[:=] )+|(?: ?[.,])+$", "", text, flags=re.IGNORECASE)
-    text = re.sub(r"(.) \( (\w \\in \S+) \)$", r"\1 , \2", re.sub(r"\( (\\pmod .+) \)$", r"\1", text))
+    text = _AROUND.sub("", text)
+    text = re.sub(r"^(\d+) \^ (?:\{ )?\x01?(st|nd|rd|th)(?: \})?$", rf"\1 {UPRIGHT}\2", text)
+    text = re.sub(r"^(\d+) \x01?(?:in|to|out \x01?of) (\d+)$", r"\1 / \2", text)
+    text = re.sub(r"(?<=\\in )\x01?([CNQRZ])(?!\S)", r"\\mathbb{\1}", text)
+    text = re.sub(r"^\\\{ ((?!\w [|:])[^|:]+) [|:] (\w \\in \S+(?: \^ \S+)?) \\\}$", r"\1 , \2", text)
+    system = re.fullmatch(r"(?:\\begin\{cases\}|\\\{ \\begin\{array\}) ([^&]*) \\end\{\w+\}", text)
+    text = system[1].replace("\\\\", ",") if system else text
+    text = re.sub(r"(.) \( (\w \\in \S+(?: \^ \S+)?) \)$", r"\1 , \2", re.sub(r"\( (\\pmod .+) \)$", r"\1", text))
     text = re.sub(rf"(?<=\d) {UPRIGHT}?({'|'.join(_POWERS)})(?!\S)", lambda m: f" \\cdot 10 ^ {_POWERS[m[1]]}", text)
     text = re.sub(r"(: \d\d) \x01?([AaPp])(?: \.)? ?\x01?[Mm]$", lambda m: f"{m[1]} {m[2].lower()}m", text)
     # which letter the integer of k\pi, k \in \mathbb{Z} is does not matter
-    if bound := re.search(r"(?:^| )([a-z]) (?:.* )?, \1 \\in \S+$", text):
+    if bound := re.search(r"(?:^| )([a-z]) (?:.* )?, \1 \\in \S+(?: \^ \S+)?(?: \\\})?$", text):
         text = re.sub(rf"(?<!\S){bound[1]}(?!\S)", r"\\bound", text)
     words = text.replace(UPRIGHT, "").lower()
     return next((sign for sign, phrase in _PHRASES.items() if re.fullmatch(phrase, words)), text)
