@@ -8,6 +8,7 @@ Every column that is none of these is in `Problem.extra`.
 
 from __future__ import annotations
 
+import ast
 import functools
 import json
 import re
@@ -26,6 +27,7 @@ from rstar2_megatron.settings.schema import DataSettings
 from rstar2_megatron.trajectory import Problem
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")  # all but tab and line ends
+_LIST = re.compile(r"\s*\[\s*[\"'{]")
 _IN_ANSWER = re.compile(_CONTROL.pattern + r"|\t|\r(?!\n)")  # JSON's reading of \text and \rho
 # Names that published sets use, the likeliest first; short answers before worked solutions.
 _PROMPTS = ("prompt", "question", "problem", "query", "instruction", "input")
@@ -170,7 +172,8 @@ def problem_of(row: dict[str, Any], where: str, prompt_key: str, answer_key: str
     """A row as training reads it. Raises DataError that begins with `where`."""
     known = {prompt_key, answer_key, "query_id", "task"}
     given = {key: value for key, value in row.items() if value is not None}
-    solutions = row[answer_key] if isinstance(row[answer_key], list) else [row[answer_key]]
+    answers = _listed(row[answer_key])
+    solutions = answers if isinstance(answers, list) else [answers]
     extra = {key: value for key, value in row.items() if key not in known}
     try:
         fault = unreadable(json.dumps(extra, ensure_ascii=False))
@@ -180,11 +183,25 @@ def problem_of(row: dict[str, Any], where: str, prompt_key: str, answer_key: str
         raise DataError(f"{where}: the row has {fault}")
     return Problem(
         query_id=_text(given.get("query_id", default_id), where, "query_id"),
-        prompt=_messages(row[prompt_key], where, prompt_key),
+        prompt=_messages(_listed(row[prompt_key]), where, prompt_key),
         solutions=[_text(answer, where, answer_key, "a non-empty list of answers, ") for answer in solutions or [[]]],
         task=_text(given.get("task", "math"), where, "task"),
         extra=extra,
     )
+
+
+def _listed(value: Any) -> Any:
+    """The list of texts or messages that a text holds, as tables write it: '["4"]' in JSON, "['4']" in Python."""
+    if not isinstance(value, str) or not _LIST.match(value):
+        return value
+    for parse in (json.loads, ast.literal_eval):
+        try:
+            found = parse(value.strip())
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+        listed = isinstance(found, list) and any(all(isinstance(part, kind) for part in found) for kind in (str, dict))
+        return found if listed else value
+    return value
 
 
 def _text(value: Any, where: str, key: str, expected: str = "") -> str:

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 _FLOAT = r"([-+]?(?:(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|nan|inf(?:inity)?))"
 _VALUE = re.compile(rf"{_FLOAT}|[\w.]+\(\s*{_FLOAT}\s*(?:,.*)?\)", re.IGNORECASE)
-_LIKE = re.compile(r"[-+]?[\d.,'\s]*\d[\d.,'\s]*[%kKMG]?")
+_MINUS = "\u2212"
+_LIKE = re.compile(rf"\(?[-+{_MINUS}]?[$€£]?[\d.,'\s]*\d[\d.,'\s]*[%kKMG€]?\)?")
 # by the mark of decimals; the other mark may stand between thousands
 _DECIMAL = {
     mark: re.compile(
@@ -19,12 +20,12 @@ _DECIMAL = {
 
 def number(text: str) -> float | None:
     """0.41 of "0.41", "np.float64(0.41)", "tensor(0.41, device='cuda:0')"; also nan and inf. None: it is none."""
-    match = _VALUE.fullmatch(text.strip())
+    match = _VALUE.fullmatch(text.strip().replace(_MINUS, "-"))
     return float(match[1] or match[2]) if match else None
 
 
 def is_like_a_number(text: str) -> bool:
-    """Whether a reader would take the text for a number: "1,024", "85%", "1.2k"."""
+    """Whether a reader would take the text for a number: "1,024", "85%", "1.2k", "$5", "(0.1)"."""
     return _LIKE.fullmatch(text.strip()) is not None
 
 
@@ -50,7 +51,7 @@ def cell_number(cell: str, mark: str | None) -> float | None:
 
 def _readings(cell: str) -> dict[str, float]:
     """The number that a cell is by each mark of decimals."""
-    text = cell.strip()
+    text = cell.strip().replace(_MINUS, "-")
     return {
         mark: float(text.replace("," if mark == "." else ".", "").replace(mark, "."))
         for mark, pattern in _DECIMAL.items()
