@@ -27,6 +27,10 @@ class DataError(ValueError):
     """A data file is missing, empty, or has a bad row; the message names file and line."""
 
 
+class Absent(DataError):
+    """A file is not on this machine, or the hub cannot be reached."""
+
+
 class Unusable(ValueError):
     """A well-formed row that cannot be trained on; a report counts the message as the reason."""
 
@@ -204,7 +208,8 @@ def hub_rows(name: HubName, *, columns: Sequence[str] | None = None, skip: int =
     except (OSError, ValueError, LookupError, RuntimeError, ImportError) as error:  # the hub's errors are of many types
         here = Path(name.repo).is_dir()
         source, remedy = ("by datasets", "") if here else ("from the hub", "; download it and give its files instead")
-        raise DataError(f"{name}: cannot be read {source} ({type(error).__name__}: {str(error)[:300]}){remedy}") from error
+        kind = DataError if here else Absent
+        raise kind(f"{name}: cannot be read {source} ({type(error).__name__}: {str(error)[:300]}){remedy}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +256,7 @@ def data_input(path: str | Path) -> Input:
         return Input(text, hub=HubName(str(place)))
     if not place.is_file():
         hub = f"; of the hub it is {HUB}{text}" if re.fullmatch(r"[\w.-]+/[\w.-]+", text) and not place.suffix else ""
-        raise DataError(f"data file {text} does not exist{hub}")
+        raise Absent(f"data file {text} does not exist{hub}")
     return Input(text, str(place))
 
 

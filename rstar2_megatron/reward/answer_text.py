@@ -1,11 +1,17 @@
-"""Finding the answer in a response. Pure."""
+"""Finding the answer in a response, and in a worked solution. Pure."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+
+from rstar2_megatron.trajectory import Problem
 
 _BOX = re.compile(r"\\boxed\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_MARKED = re.compile(r"(?:^|\n)####(?!#) *([^\n]+?)\s*\Z")
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
+_MOST_WORDS = 20  # of an answer
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
 
@@ -34,6 +40,26 @@ def last_boxed(text: str) -> str | None:
             if boxes.get(brace, -1) > last:
                 last, content = boxes[brace], text[brace + 1 : match.start()].strip()
     return content
+
+
+def final_answer(solution: str) -> str:
+    """The answer of a worked solution: behind `####` (GSM8K), or in its only box (MATH). Any other text is itself."""
+    if marked := _MARKED.search(solution):
+        return marked[1]
+    boxes = len(_BOX.findall(solution)) if _WORD.search(solution) else 0
+    return last_boxed(solution) or solution if boxes == 1 else solution
+
+
+def worked_note(problems: Sequence[Problem], *, more_than: float = 0.0) -> str:
+    """What to do about solutions that are whole texts, which no answer equals; "" where not `more_than` this share is."""
+    worked = [p for p in problems if all(len(_WORD.findall(final_answer(text))) > _MOST_WORDS for text in p.solutions)]
+    if len(worked) <= more_than * len(problems):
+        return ""
+    return (
+        f"{len(worked)} of {len(problems)} problems have worked solutions, which no answer equals, the first is "
+        f"{worked[0].query_id}; name another column by data.answer_key, or take the answers out by data.rows=my_data.py:row "
+        "(docs/extend.md)"
+    )
 
 
 def is_balanced(text: str) -> bool:

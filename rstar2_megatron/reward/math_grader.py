@@ -5,7 +5,7 @@ Formulas may be slow, deep or endless on hostile input, so the pool runs `grade_
 
 from __future__ import annotations
 
-from rstar2_megatron.reward.answer_text import is_balanced
+from rstar2_megatron.reward.answer_text import final_answer, is_balanced
 from rstar2_megatron.reward.comparison import IN_BASE, Algebra, Comparison, compact, split_unit
 from rstar2_megatron.reward.spelling import spell
 
@@ -21,11 +21,12 @@ def grade_answer(answer: str, solutions: list[str]) -> str:
     """CORRECT when the answer equals any solution, else WRONG, or UNGRADABLE when it cannot be read."""
     from rstar2_megatron.reward.algebra import compare  # sympy takes a second to import, and most answers do not need it
 
-    return _grade(answer, solutions, compare) or UNGRADABLE
+    return _grade(answer, [final_answer(solution) for solution in solutions], compare) or UNGRADABLE
 
 
 def quick_grade(answer: str, solutions: list[str]) -> str | None:
     """As `grade_answer`, in microseconds; None for formulas and long texts."""
+    solutions = [final_answer(solution) for solution in solutions]
     long = MAX_ANSWER_CHARS >= len(answer) > _QUICK_CHARS or any(len(solution) > _QUICK_CHARS for solution in solutions)
     return None if long else _grade(answer, solutions, lambda a, b, sign: None)
 

@@ -15,12 +15,13 @@ import psutil
 
 from rstar2_megatron.actor.layout import check_layout
 from rstar2_megatron.data.problems import read_problems
-from rstar2_megatron.data.rows import DataError
+from rstar2_megatron.data.rows import Absent, DataError
 from rstar2_megatron.extension.user_code import UserCode, UserCodeError, all_user_code
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.model.tokenizer_files import directory_problems
 from rstar2_megatron.model.weight_files import weight_notes
 from rstar2_megatron.records.trajectory_files import rollouts_path
+from rstar2_megatron.reward.answer_text import worked_note
 from rstar2_megatron.reward.own import OwnReward
 from rstar2_megatron.rollout.conversation import Conversations
 from rstar2_megatron.rollout.tool_set import tools_of
@@ -37,6 +38,7 @@ from rstar2_megatron.settings.planning.plan import model_of, remedy
 from rstar2_megatron.settings.schema import AlgorithmSettings, Settings
 from rstar2_megatron.settings.sections.algorithm import KL_ESTIMATORS
 from rstar2_megatron.settings.sections.recipe import BUILT_PREFIXES
+from rstar2_megatron.sft.rows import read_segments
 
 PLACEHOLDER = "/path/to/"
 """How a path of a shipped YAML begins that is the user's to give."""
@@ -53,8 +55,8 @@ def check_before_start(
 ) -> list[str]:
     """Raise ConfigError for the first kind of mistakes found, all of a kind together; return warnings.
 
-    In a dry run, missing files and GPUs are warnings, so that a plan for another machine can be made; a model directory that
-    is here must be right. `find_gpus` and `free_bytes` ask the machine; tests replace them. `later`: keys of files that an
+    In a dry run, missing files and GPUs are warnings, so that a plan for another machine can be made; what is here must be
+    right. `find_gpus` and `free_bytes` ask the machine; tests replace them. `later`: keys of files that an
     earlier stage of a recipe makes.
     """
     _raise(arithmetic_problems(settings))
@@ -95,7 +97,11 @@ def check_before_start(
     _raise(algorithm_code_problems(settings.algorithm))
     _raise(replay_problems(settings.runner.replay_rollouts, settings.runner.max_steps))  # of a run that was here
     _raise_or_warn(list(init_checkpoint_problems(settings)), dry_run, warnings)
-    _raise_or_warn(list(data_problems(settings, later)), dry_run, warnings)
+    wrong, absent = data_problems(settings, later)
+    _raise(wrong)
+    _raise_or_warn(absent, dry_run, warnings)
+    if dry_run and settings.runner.task_type == "sft" and not absent:  # a run reads all rows before it starts anything
+        _raise(sft_row_problems(settings))
     _raise_or_warn(list(logger_problems(settings)), dry_run, warnings)
     if model is not None:
         ask = free_bytes if free_bytes is not None else _free_bytes
@@ -421,21 +427,23 @@ def init_checkpoint_problems(settings: Settings) -> Iterator[str]:
         )
 
 
-def data_problems(settings: Settings, later: Collection[str] = ()) -> Iterator[str]:
-    """Missing files, bad rows, too few problems."""
+def data_problems(settings: Settings, later: Collection[str] = ()) -> tuple[list[str], list[str]]:
+    """(bad rows, too few problems; files that are not on this machine)."""
+    wrong: list[str] = []
+    absent: list[str] = []
     if (task := settings.runner.task_type) in ("sft", "preference"):
         section, maker = settings.sft if task == "sft" else settings.preference, _MAKERS[task]
         if not section.train_data_paths and f"{task}.train_data_paths" not in later:
-            yield f"{task}.train_data_paths is empty; {maker} writes such files"
+            absent.append(f"{task}.train_data_paths is empty; {maker} writes such files")
         for path in [*section.train_data_paths, *section.val_data_paths]:
             if not path.startswith(BUILT_PREFIXES) and not Path(path).is_file():
-                yield f"{task} data file {path} does not exist; {maker} writes such files"
-        return
+                absent.append(f"{task} data file {path} does not exist; {maker} writes such files")
+        return wrong, absent
     data = settings.data
     least_problems = data.rollout_batch_size if settings.runner.task_type == "reasoning" else 1
     save, validate = settings.runner.save_interval, settings.runner.val_check_interval
     if validate > 0 and save > 0 and save % validate:  # RLinf asserts it at the first step
-        yield (
+        wrong.append(
             f"runner.save_interval={save} is no multiple of runner.val_check_interval={validate}: a checkpoint is kept by its "
             f"held-out score; set it to {max(1, round(save / validate)) * validate}, or to -1 for one after the last step only"
         )
@@ -445,27 +453,44 @@ def data_problems(settings: Settings, later: Collection[str] = ()) -> Iterator[s
     ):
         if any(path.startswith(BUILT_PREFIXES) for path in paths):
             if not (settings.cold_start.enabled and settings.cold_start.builder):
-                yield f"data.{key}={paths} is made by the cold start; set cold_start.builder=tiny or give files"
+                wrong.append(f"data.{key}={paths} is made by the cold start; set cold_start.builder=tiny or give files")
             continue
         if any(path.startswith(PLACEHOLDER) for path in paths):
             continue
         if key == "val_data_paths" and not paths:
             if settings.runner.val_check_interval > 0:
-                yield (
+                wrong.append(
                     f"runner.val_check_interval={settings.runner.val_check_interval} needs data.val_data_paths; "
                     "give held-out problems or set it to -1"
                 )
             continue
         try:
             problems = read_problems(paths, data)
-        except DataError as error:
-            yield f"data.{key}: {error}"
+        except Absent as error:
+            absent.append(f"data.{key}: {error}")
             continue
+        except DataError as error:
+            wrong.append(f"data.{key}: {error}")
+            continue
+        graded = any(term.function == "math" for term in settings.reward.weighted)
+        if graded and (note := worked_note(problems, more_than=0.5)):
+            wrong.append(f"data.{key}: {note}")
         if settings.runner.max_steps and len(problems) < least:
-            yield (
+            wrong.append(
                 f"data.{key} has {len(problems)} problems, a step needs data.rollout_batch_size={least}; lower "
                 "it or add problems"
             )
+    return wrong, absent
+
+
+def sft_row_problems(settings: Settings) -> Iterator[str]:
+    """The first row that cannot be trained on."""
+    paths = [*settings.sft.train_data_paths, *settings.sft.val_data_paths]
+    try:
+        for _ in read_segments([path for path in paths if not path.startswith(BUILT_PREFIXES)]):
+            pass
+    except DataError as error:
+        yield str(error)
 
 
 def logger_problems(settings: Settings) -> Iterator[str]:

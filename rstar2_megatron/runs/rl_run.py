@@ -31,6 +31,7 @@ from rstar2_megatron.records.run_files import RunFiles
 from rstar2_megatron.records.whole_file import write_json
 from rstar2_megatron.report.draw import draw_run
 from rstar2_megatron.report.table import render_table
+from rstar2_megatron.reward.answer_text import worked_note
 from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt
 from rstar2_megatron.rollout.live_view import export_progress
 from rstar2_megatron.runs.base_run import Stopped, StopSignals
@@ -118,6 +119,8 @@ class RLRun(ClusterRun):
         engines = self.rollout.start_engines(model, judge_url)
         template = self._template()
         problems = read_problems(data.train_data_paths, data, self._say)
+        if any(term.function == "math" for term in settings.reward.weighted) and (note := worked_note(problems)):
+            self._say(note)
         check_tools_in_prompt(template.prompt_text(problems[0]), template.schemas)
         if data.filter_prompt_by_length:
             problems, dropped = drop_long_prompts(

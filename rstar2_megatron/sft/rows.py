@@ -53,7 +53,7 @@ def load_sft_rows(paths: Sequence[str | Path], tokenizer: Any, max_length: int) 
     """
     rows = SFTRows()
     chatml = len(tokenizer([TURN_START], add_special_tokens=False)["input_ids"][0]) == 1
-    segmented = _segmented(paths, chatml)
+    segmented = read_segments(paths, chatml)
     while chunk := list(islice(segmented, _ROWS_AT_ONCE)):
         texts = [text for _, segments in chunk for text, _ in segments]
         pieces = iter(tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
@@ -76,8 +76,8 @@ def load_sft_rows(paths: Sequence[str | Path], tokenizer: Any, max_length: int) 
     return rows
 
 
-def _segmented(paths: Sequence[str | Path], chatml: bool) -> Iterator[tuple[str, Segments]]:
-    """(where, segments) of the rows of all files."""
+def read_segments(paths: Sequence[str | Path], chatml: bool = True) -> Iterator[tuple[str, Segments]]:
+    """(where, segments) of the rows of all files. Raises DataError. chatml: its marks are tokens of the model."""
     for source in map(data_input, paths):
         bar = tqdm(source.rows(), f"tokenise {source.label[-40:]}", source.count(), leave=False, disable=None, unit="row")
         for row in bar:

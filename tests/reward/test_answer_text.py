@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rstar2_megatron.reward.answer_text import extract_answer, is_balanced, last_boxed
+from rstar2_megatron.reward.answer_text import extract_answer, final_answer, is_balanced, last_boxed, worked_note
+from rstar2_megatron.trajectory import Problem
 
 
 @pytest.mark.parametrize(
@@ -38,3 +39,30 @@ def test_the_last_box_of_the_last_closed_answer(response: str, answer: str | Non
 def test_boxes_are_balanced_whatever_the_text(text: str) -> None:
     found = last_boxed(text)
     assert found is None or is_balanced(found)
+
+
+@pytest.mark.parametrize(
+    ("solution", "answer"),
+    [
+        ("6 * 12 = <<6*12=72>>72\n#### 72", "72"),
+        ("add\n#### 1,234 \n", "1,234"),
+        ("#### -5", "-5"),
+        ("Then $x=2$, so the sum is $\\boxed{\\frac{1}{2}}$.", "\\frac{1}{2}"),
+        ("so $a = \\boxed{1}$ and $b = \\boxed{2}$", "so $a = \\boxed{1}$ and $b = \\boxed{2}$"),
+        ("the box \\boxed{ never closes", "the box \\boxed{ never closes"),
+        ("#### Heading\nand a text", "#### Heading\nand a text"),
+        ("##### 4", "##### 4"),
+        ("x = \\boxed{4}", "x = \\boxed{4}"),
+        ("no solution", "no solution"),
+    ],
+)
+def test_the_answer_of_a_worked_solution(solution: str, answer: str) -> None:
+    assert final_answer(solution) == answer
+
+
+def test_solutions_that_are_whole_texts_are_told() -> None:
+    texts = ["72", "add\n#### 3", "First " + "we add both of the numbers " * 4, "\\text{Yes, it is always possible to do so}"]
+    problems = [Problem(f"q{i}", [], [text]) for i, text in enumerate(texts)]
+    assert worked_note(problems).startswith("1 of 4 problems have worked solutions, which no answer equals, the first is q2; ")
+    assert worked_note(problems, more_than=0.25) == "" and worked_note(problems[2:3], more_than=0.5)
+    assert worked_note(problems[:2]) == "" == worked_note([])

@@ -191,7 +191,30 @@ def test_a_row_without_solutions_is_named_by_file_and_line(model: Path, data: Pa
     lines = data.read_text().splitlines()
     lines[6] = json.dumps({"prompt": "x"})
     data.write_text("\n".join(lines))
-    with pytest.raises(ConfigError, match=r"train.jsonl:7: row without 'solutions'; it has prompt"):
+    for dry_run in (False, True):
+        with pytest.raises(ConfigError, match=r"train.jsonl:7: row without 'solutions'; it has prompt"):
+            check_before_start(tiny(model, data), dry_run=dry_run)
+
+
+def test_a_dry_run_reads_the_rows_of_sft(model: Path, data: Path, tmp_path: Path) -> None:
+    path, said = tmp_path / "sft.jsonl", {"role": "user", "content": "hi"}
+    settings = tiny(model, data, "runner.task_type=sft", f"sft.train_data_paths=[{path}]")
+    path.write_text(json.dumps({"messages": [said, {"role": "assistant", "content": "yes"}]}) + "\n")
+    assert check_before_start(settings, dry_run=True) == []
+    with path.open("a") as file:
+        file.write(json.dumps({"messages": [said, {"role": "assistant", "content": "<|im_end|>"}]}) + "\n")
+    with pytest.raises(ConfigError, match=r"sft.jsonl:2: message 2 of 2 holds <\|im_end\|>"):
+        check_before_start(settings, dry_run=True)
+
+
+def test_worked_solutions_are_refused(model: Path, data: Path) -> None:
+    """No answer equals a whole text: the reward would be 0 throughout."""
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    text = "First " + "we add both of the numbers " * 4
+    data.write_text("".join(json.dumps(row | {"solutions": [f"{text}\n#### 3"]}) + "\n" for row in rows))
+    assert check_before_start(tiny(model, data)) == []
+    data.write_text("".join(json.dumps(row | {"solutions": [text]}) + "\n" for row in rows))
+    with pytest.raises(ConfigError, match=f"{len(rows)} of {len(rows)} problems have worked solutions, which no answer equals"):
         check_before_start(tiny(model, data))
 
 

@@ -16,6 +16,7 @@ from rstar2_megatron.data.problems import Columns, proposed_keys, read_problems
 from rstar2_megatron.data.rows import HUB, data_input
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.model.tokenizer_files import directory_problems
+from rstar2_megatron.reward.answer_text import worked_note
 from rstar2_megatron.settings.load import ConfigError, load, users_path
 from rstar2_megatron.settings.placement import slots_of, visible_gpus, visible_host_gb
 from rstar2_megatron.settings.planning.advice import RECOMPUTE
@@ -46,12 +47,8 @@ def write_new_config(name: str, model: str, data: list[str]) -> Path:
         problems = read_problems(files, Columns(keys.get("prompt_key", "prompt"), keys.get("answer_key", "solutions")))
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    if "answer_key" in keys and any("\n" in answer for problem in problems[:_SAMPLED] for answer in problem.solutions):
-        print(
-            f"note: column {keys['answer_key']!r} holds worked solutions, to which no answer is equal; a function of yours, "
-            "data.rows=my_data.py:row, can take the answers out of them (docs/extend.md)",
-            file=sys.stderr,
-        )
+    if note := worked_note(problems):
+        print(f"note: {note}", file=sys.stderr)
     if wrong := directory_problems(directory, shape, None):
         raise ConfigError("\n".join(wrong))
     prompt = _longest_prompt(directory, problems[:_SAMPLED])

@@ -124,10 +124,11 @@ def test_a_layout_for_the_gpus_of_the_machine(
 
 
 def test_columns_of_other_names_are_written(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    rows = [{"question": f"How much is {i} and 2?", "answer": f"add\n#### {i + 2}"} for i in range(5)]
+    rows = [{"question": f"How much is {i} and 2?", "answer": f"Add {'the two numbers ' * 9}: {i + 2}"} for i in range(5)]
     (here / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(ARGUMENTS) == 0
-    assert "column 'answer' holds worked solutions" in capfd.readouterr().err
+    assert "5 of 5 problems have worked solutions, which no answer equals" in capfd.readouterr().err
     data = load(str(here / "mine.yaml"), []).settings.data
     assert (data.prompt_key, data.answer_key) == ("question", "answer")
-    assert main(["mine.yaml", "--dry-run"]) == 0
+    assert main(["mine.yaml", "--dry-run"]) != 0
+    assert "data.train_data_paths: 5 of 5 problems have worked solutions" in capfd.readouterr().err
