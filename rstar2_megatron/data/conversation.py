@@ -16,6 +16,7 @@ from rstar2_megatron.tools import render_schemas
 ROLES = ("system", "user", "assistant", "tool")
 CONTROL_TOKEN = re.compile(r"<\|[^\s<>|]+\|>")
 """Control tokens of chat formats, such as <|im_end|>; the `<|` of `1<|z|<2` is none."""
+_THOUGHT = re.compile(r"\s*<think>\s*(.*?)\s*</think>\s*", re.DOTALL)  # reasoning as DeepSeek-R1 and Qwen3 write it
 _READ = frozenset({"role", "content", "id", "name", "tool_call_id"})  # the last three say nothing to a model
 _ASSISTANTS = _READ | {"reasoning_content", "tool_calls"}
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
@@ -81,6 +82,8 @@ def read_message(raw: Any) -> Message:
     reasoning, calls = (raw.get("reasoning_content") or "", raw.get("tool_calls") or []) if assistant else ("", [])
     if not isinstance(reasoning, str) or not isinstance(calls, list):
         raise ValueError("has reasoning_content that is no text, or tool_calls that are no list")
+    if assistant and not reasoning and (thought := _THOUGHT.match(text)):
+        reasoning, text = thought[1], text[thought.end() :]
     message = Message(role, text, reasoning if reasoning.strip() else "", tuple(map(read_call, calls)))
     whole = "\n".join([text, reasoning, *(call.body for call in message.calls)]) if assistant else text
     if fault := unreadable(whole):

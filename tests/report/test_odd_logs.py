@@ -48,6 +48,11 @@ READ: dict[str, tuple[str, str | bytes, dict[str, dict[int, float]]]] = {
     "decimal commas and points between thousands": ("x.csv", table(";", "1;0,41;1.024", "2;0,5;998,5"), CURVES),
     "decimal commas with three places": ("x.csv", table(";", "1;0,41;1024,000", "2;0,500;998,5"), CURVES),
     "numpy's numbers": ("x.csv", table(",", "1,np.float64(0.41),1024", '2,"tensor(0.5, device=0)",998.5'), CURVES),
+    "a minus sign of typography": (
+        "x.csv",
+        table(",", "1,\u22120.41,1024", "2,0.5,998.5"),
+        {REWARD: {1: -0.41, 2: 0.5}, LENGTH: CURVES[LENGTH]},
+    ),
     "empty cells": ("x.csv", table(",", "1,0.41,", "2,,998.5", "3,,"), {REWARD: {1: 0.41}, LENGTH: {2: 998.5}}),
     "words in a column": (
         "x.csv",
@@ -68,6 +73,8 @@ WARNED: dict[str, tuple[str, str, dict[str, dict[int, float]]]] = {
         {REWARD: CURVES[REWARD], LENGTH: {2: 998.5}},
     ),
     "per cent": ("x.csv", table(",", "1,41%,1024", "2,0.5,998.5"), {REWARD: {2: 0.5}, LENGTH: CURVES[LENGTH]}),
+    "a currency": ("x.csv", table(",", "1,$0.41,1024", "2,0.5,998.5"), {REWARD: {2: 0.5}, LENGTH: CURVES[LENGTH]}),
+    "a number in brackets": ("x.csv", table(",", "1,(0.41),1024", "2,0.5,998.5"), {REWARD: {2: 0.5}, LENGTH: CURVES[LENGTH]}),
     "thousands as `k`": ("x.csv", table(",", "1,0.41,1.02k", "2,0.5,998.5"), {REWARD: CURVES[REWARD], LENGTH: {2: 998.5}}),
     "spaces between thousands": (
         "x.csv",
