@@ -154,12 +154,13 @@ class Comparison:
 
     def named(self, text: str) -> tuple[str, str]:
         """("x", value) of `x = value`, `x \\in set` and an inequality of x, whose value is its interval; ("", text) without."""
-        cases = [self.named(case) for case in _split(text, ("or",))[0]] if " or " in text else []
-        if cases and "," in cases[0][0] and {name for name, _ in cases} == {cases[0][0]}:  # x = 1, y = 2 or x = 3, y = 4
-            return cases[0][0], " , ".join(value for _, value in cases)
+        if len(cases := _split(text, ("or",))[0]) > 1:  # x = 1, y = 2 or x = 3, y = 4
+            (first, *names), values = zip(*map(self.named, cases))
+            if "," in first and set(names) == {first}:
+                return first, " , ".join(values)
         elements, joints = _split(text, _JOINTS)
         if unequal := re.match(rf"{_NAME} \\ne ", text):  # x \ne 0, 1
-            elements = [element if _sides(element)[1] else unequal[0] + element for element in elements]
+            elements = [x if "\\ne" in x or _sides(x)[1] else unequal[0] + x for x in elements]
         if len(elements) > 1 and elements[-1].startswith("\\bound "):
             name, value = self.named(" , ".join(elements[:-1]))
             return name, f"{value} , {elements[-1]}"

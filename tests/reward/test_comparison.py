@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from fractions import Fraction
 
 import pytest
@@ -15,7 +16,7 @@ from rstar2_megatron.reward.spelling import spell
 
 PIECES = r"""
 * ** _ ` \text{ } { \{ \} ( ) [ ] , ; and or < \le = x 1 12 1,000 \frac \sqrt ^ | \in \pm \circ ' & \\ $ \$ % cm : A (A) B.
-! 。 ²
+! 。 ² \ne \begin{cases} \end{cases} \vec{a} ① in to only \forall C_5^2 _10 E(X) ¥ th
 """
 NO_UNITS = """
 not to but if when than then more least most only about around over between above below negative score half third quarter
@@ -55,6 +56,13 @@ def test_any_text_equals_itself_and_has_a_verdict(text: str) -> None:
     assert quick_grade(text, ["24", "x > 1", "(1,2)"]) in (CORRECT, WRONG, UNGRADABLE, None)
     if is_balanced(text) and spell(text):
         assert quick_grade(text, [text]) == CORRECT
+
+
+@pytest.mark.parametrize("text", ["(1 or 2)", "x \\in (1 or 2)", "\\pm \\ne or A \\le ["])
+def test_texts_that_are_rewritten_without_an_end_have_a_verdict(text: str) -> None:
+    assert quick_grade(text, ["3"]) in (WRONG, None)
+    with contextlib.suppress(RecursionError):  # in a grading process it is a verdict
+        assert grade_answer(text, ["3"]) in (WRONG, UNGRADABLE)
 
 
 @pytest.mark.parametrize("piece", ["1,", "(", "**a", "x\\le ", "\\text{", "x=", "\\pm", "{"])
