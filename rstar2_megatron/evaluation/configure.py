@@ -20,6 +20,7 @@ from rstar2_megatron.model.tokenizer_files import directory_problems
 from rstar2_megatron.model.weight_files import weight_notes
 from rstar2_megatron.records.disk import reason_of
 from rstar2_megatron.records.model_format import FILE, read_format
+from rstar2_megatron.reward.answer_text import worked_note
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.settings.load import load_settings
 from rstar2_megatron.settings.placement import visible_gpus
@@ -70,13 +71,20 @@ def parse_words(parser: argparse.ArgumentParser, argv: Sequence[str] | None, pos
     return arguments
 
 
+def read_graded(paths: Sequence[Path], settings: Settings) -> list[Problem]:
+    """Problems whose answers can be graded. Raises DataError."""
+    problems = read_problems(paths, settings.data)
+    if settings.reward.has_math and (note := worked_note(problems, more_than=0.5)):
+        raise DataError(note)
+    return problems
+
+
 def read_benchmarks(paths: Sequence[Path], limit: int | None, settings: Settings) -> dict[str, list[Problem]]:
     """Problems by file name without suffix. Raises DataError, also when two files share a query_id."""
-    data = settings.data
-    read_problems(paths, data)  # raises when two files share a query_id
+    read_graded(paths, settings)  # raises when two files share a query_id
     if len({path.stem for path in paths}) < len(paths):
         raise DataError(f"two of {', '.join(map(str, paths))} have one name, by which their scores are told apart; rename one")
-    return {path.stem: read_problems([path], data)[:limit] for path in paths}
+    return {path.stem: read_problems([path], settings.data)[:limit] for path in paths}
 
 
 def default_out(model: Path) -> Path:

@@ -472,8 +472,7 @@ def data_problems(settings: Settings, later: Collection[str] = ()) -> tuple[list
         except DataError as error:
             wrong.append(f"data.{key}: {error}")
             continue
-        graded = any(term.function == "math" for term in settings.reward.weighted)
-        if graded and (note := worked_note(problems, more_than=0.5)):
+        if settings.reward.has_math and (note := worked_note(problems, more_than=0.5)):
             wrong.append(f"data.{key}: {note}")
         if settings.runner.max_steps and len(problems) < least:
             wrong.append(

@@ -119,7 +119,7 @@ class RLRun(ClusterRun):
         engines = self.rollout.start_engines(model, judge_url)
         template = self._template()
         problems = read_problems(data.train_data_paths, data, self._say)
-        if any(term.function == "math" for term in settings.reward.weighted) and (note := worked_note(problems)):
+        if settings.reward.has_math and (note := worked_note(problems)):
             self._say(note)
         check_tools_in_prompt(template.prompt_text(problems[0]), template.schemas)
         if data.filter_prompt_by_length:

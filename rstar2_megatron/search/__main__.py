@@ -24,8 +24,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rstar2_megatron.data.difficulty import pass_counts
-from rstar2_megatron.data.problems import read_problems
-from rstar2_megatron.evaluation.configure import check_model, configure, default_out, exit_code, parse_words, sampling_parser
+from rstar2_megatron.evaluation.configure import (
+    check_model,
+    configure,
+    default_out,
+    exit_code,
+    parse_words,
+    read_graded,
+    sampling_parser,
+)
 from rstar2_megatron.records.jsonl_file import JsonlFile
 from rstar2_megatron.records.whole_file import write_json, write_jsonl, write_text
 from rstar2_megatron.reward.pool import GraderPool
@@ -89,8 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             policy = Path(sampling.rollout.model.model_path)
             check_reward_model(Path(search.reward_model), policy, sampling.max_context_tokens)
-        data = settings.data
-        problems = read_problems(arguments.data, data)[: arguments.problems]
+        problems = read_graded(arguments.data, settings)[: arguments.problems]
         out = arguments.out or _default_out(arguments.model)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -108,6 +108,15 @@ def test_bad_input_ends_with_2_before_anything_starts(
     assert message in capsys.readouterr().err
 
 
+def test_worked_solutions_end_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every score would be 0."""
+    model, path = model_of_context(tmp_path / "model", 4096), tmp_path / "worked.jsonl"
+    path.write_text(json.dumps({"prompt": "1+1?", "solutions": "we add both of the numbers " * 5}) + "\n")
+    for program in (main, search):
+        assert program(["--model", str(model), "--data", str(path)]) == 2
+        assert "1 of 1 problems have worked solutions, which no answer equals" in capsys.readouterr().err
+
+
 def test_bad_weights_end_with_2_and_ignored_ones_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_directory(tmp_path / "model")
     words = ["--model", str(model), "--data", str(tmp_path / "none.jsonl")]

@@ -78,6 +78,11 @@ class RewardSettings(Section):
         name = self.function if isinstance(self.function, str) else self.function.name
         return self.terms or [RewardTerm(name=name, function=self.function)]
 
+    @property
+    def has_math(self) -> bool:
+        """Whether the built-in grader compares answers with solutions."""
+        return any(term.function == "math" for term in self.weighted)
+
     @model_validator(mode="after")
     def _one_form(self) -> RewardSettings:
         if self.terms and self.function != "math":
