@@ -155,9 +155,9 @@ class Comparison:
     def named(self, text: str) -> tuple[str, str]:
         """("x", value) of `x = value`, `x \\in set` and an inequality of x, whose value is its interval; ("", text) without."""
         if len(cases := _split(text, ("or",))[0]) > 1:  # x = 1, y = 2 or x = 3, y = 4
-            (first, *names), values = zip(*map(self.named, cases))
-            if "," in first and set(names) == {first}:
-                return first, " , ".join(values)
+            pairs = [self.named(case) for case in cases]
+            if "," in pairs[0][0] and {name for name, _ in pairs} == {pairs[0][0]}:
+                return pairs[0][0], " , ".join(value for _, value in pairs)
         elements, joints = _split(text, _JOINTS)
         if unequal := re.match(rf"{_NAME} \\ne ", text):  # x \ne 0, 1
             elements = [x if "\\ne" in x or _sides(x)[1] else unequal[0] + x for x in elements]
