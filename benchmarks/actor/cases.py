@@ -147,7 +147,7 @@ def transformers_step(model: Any, adam: Any, sequences: list[TrainSequence], bud
             rows = [list(getattr(s, name)) + [0] * (longest - s.length) for s in batch]
             return torch.tensor(rows, device=device)
 
-        ids, mask = padded("input_ids"), padded("loss_mask")[:, 1:]
+        ids, mask = padded("input_ids").long(), padded("loss_mask")[:, 1:]
         keep = torch.tensor([[1] * s.length + [0] * (longest - s.length) for s in batch], device=device)
         logits = model(input_ids=ids, attention_mask=keep, use_cache=False).logits[:, :-1].float()
         chosen = -torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(
