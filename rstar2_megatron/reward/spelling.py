@@ -60,7 +60,7 @@ _REPEATING = re.compile(r"(?<![\d.])(\d{1,50})\.(\d{0,50})\s*((?:\\(?:overline|b
 _THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(,|\{,\}|,\\!|\\,|\\ | |~)\d{3}(?:\1\d{3})*(?!\d|,\d)")
 _POWER_OF_TEN = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)e([+-]\d{2,3})(?![\w.^])")  # as Python prints it: 1e3 may be 3e
 _CHOOSE = re.compile(  # C_5^2; C_1^2 is a constant's square
-    r"(?:\\mathrm\s*\{\s*C\s*\}|(?<![A-Za-z\\])C)\s*_\s*\{?\s*(\d*[nm]|[3-9]|\d\d)\s*\}?\s*\^\s*\{?(\w+)\}?"
+    r"(?:\\mathrm\s*\{\s*C\s*\}|(?<![A-Za-z\\])C)\s*_\s*\{?\s*(\d*[nm]|[3-9]|\d\d)\s*\}?\s*\^\s*(?:\{\s*(\w+)\s*\}|(\d+|\w))"
 )
 _ACCENT = r"\\(?:overline|bar|vec|hat|tilde|mathcal|mathbb)"
 _BASE = r"(?:[A-Za-z]|\\(?:alpha|beta|gamma|delta|theta|lambda|mu|sigma|phi|omega))"
@@ -88,7 +88,7 @@ def spell(answer: str) -> str:
     text = re.sub("[₀-₉₊₋]+", lambda m: f"_{{{_ascii(m.group())}}}", text)
     text = re.sub("[¼-¾⅐-⅞]", lambda m: "\\frac{" + _ascii(m.group()).replace("⁄", "}{") + "}", text)
     text = _POWER_OF_TEN.sub(r"\1 \\cdot 10^{\2}", text)
-    text = _CHOOSE.sub(r"\\binom{\1}{\2}", text)
+    text = _CHOOSE.sub(r"\\binom{\1}{\2\3}", text)
     text = re.sub("(?<=[①-⑳])[, ]*(?=[①-⑳])", ",", text.replace("\\overrightarrow", "\\vec"))
     text = re.sub("[α-ω]", lambda m: f"\\{unicodedata.name(m.group()).split()[-1].lower()} ", text)
     if text.replace("\\$", "").count("$") != 1:  # a single one is a currency

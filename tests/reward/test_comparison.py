@@ -44,6 +44,9 @@ million billion trillion gross permille promille ppm dozens
         ("1 \\text{ and } 2; 3", "1 and 2 , 3"),
         ("\\foo 27", "\\foo 27"),
         ("4\\quad 2", "4 2"),
+        ("C_n^{2}", "\\binom n 2"),
+        ("C_n^{k-1}", "C_{n} ^ { k - 1 }"),
+        ("C_1^2", "C_{1} ^ 2"),
     ],
 )
 def test_spelling(answer: str, spelled: str) -> None:
