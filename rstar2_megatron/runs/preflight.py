@@ -428,7 +428,7 @@ def init_checkpoint_problems(settings: Settings) -> Iterator[str]:
 
 
 def data_problems(settings: Settings, later: Collection[str] = ()) -> tuple[list[str], list[str]]:
-    """(bad rows, too few problems; files that are not on this machine)."""
+    """(bad rows, too few problems; files that are not given, not on this machine, or made by a stage before)."""
     wrong: list[str] = []
     absent: list[str] = []
     if (task := settings.runner.task_type) in ("sft", "preference"):
@@ -453,13 +453,13 @@ def data_problems(settings: Settings, later: Collection[str] = ()) -> tuple[list
     ):
         if any(path.startswith(BUILT_PREFIXES) for path in paths):
             if not (settings.cold_start.enabled and settings.cold_start.builder):
-                wrong.append(f"data.{key}={paths} is made by the cold start; set cold_start.builder=tiny or give files")
+                absent.append(f"data.{key}={paths} is made by the cold start; set cold_start.builder=tiny or give files")
             continue
         if any(path.startswith(PLACEHOLDER) for path in paths):
             continue
         if key == "val_data_paths" and not paths:
             if settings.runner.val_check_interval > 0:
-                wrong.append(
+                absent.append(
                     f"runner.val_check_interval={settings.runner.val_check_interval} needs data.val_data_paths; "
                     "give held-out problems or set it to -1"
                 )
