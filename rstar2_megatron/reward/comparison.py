@@ -174,14 +174,12 @@ class Comparison:
             ranges = [_parts(value)[0] in ("()", "(]", "[)", "[]", "cup") and "," not in first for value in values]
             if joints[-1] == "or" and any(ranges):
                 return first, " \\cup ".join(v if is_range else f"\\{{ {v} \\}}" for v, is_range in zip(values, ranges))
-            # x > a, then x \ne b, then x < c: the end of one and the begin of the next leave the interval that is in both
-            in_order = sorted(values, key=lambda v: (v.startswith("( - \\infty"), "\\cup" not in v))
-            half_lines = re.fullmatch(r"(.+ ,) \\infty \) \( - \\infty ,(.+)", " ".join(in_order))
-            without = re.fullmatch(r"(. .+) ,( .+ .) \( - \\infty (, (.+) \) \\cup \( \4 ,) \\infty \)", " ".join(in_order))
             if all(ranges) and len(values) == 2 and not all("\\cup" in v for v in values):
-                if half_lines:
+                # x > a, then x \ne b, then x < c: the end of one and the begin of the next leave the interval that is in both
+                in_order = " ".join(sorted(values, key=lambda v: (v.startswith("( - \\infty"), "\\cup" not in v)))
+                if half_lines := re.fullmatch(r"(.+ ,) \\infty \) \( - \\infty ,(.+)", in_order):
                     return first, half_lines[1] + half_lines[2]
-                if without:
+                if without := re.fullmatch(r"(. .+) ,( .+ .) \( - \\infty (, (.+) \) \\cup \( \4 ,) \\infty \)", in_order):
                     return first, f"{without[1]} {without[3]}{without[2]}"
             return first, " , ".join(values)
         for pattern, spelled in _REWRITTEN:
