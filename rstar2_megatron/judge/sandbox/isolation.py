@@ -231,8 +231,9 @@ def _pivot_into_view(uids: Sequence[int]) -> dict[str, str]:
     commands = new / COMMANDS[1:]
     commands.mkdir()
     (commands / "pip.py").write_text(f"raise SystemExit({_NO_PIP!r})\n")
-    for name in ("pip", "pip3"):
-        (commands / name).write_text(f"#!/bin/sh\necho '{_NO_PIP}' >&2\nexit 1\n")
+    # matplotlib asks fc-list for the system's fonts at each import: that takes time and, without /etc, prints an error.
+    for name, said in (("pip", f"echo '{_NO_PIP}' >&2\n"), ("pip3", f"echo '{_NO_PIP}' >&2\n"), ("fc-list", "")):
+        (commands / name).write_text(f"#!/bin/sh\n{said}exit 1\n")
         (commands / name).chmod(0o755)
     for name in _DEVICES:
         (new / "dev" / name).touch()

@@ -127,12 +127,11 @@ def _print_exception(error: BaseException) -> int:
     frame = error.__traceback__
     while frame is not None and frame.tb_frame.f_code.co_filename == __file__:
         frame = frame.tb_next
-    shown = frame if not isinstance(error, SyntaxError) else None
     try:
         if sys.excepthook is sys.__excepthook__:
-            traceback.print_exception(type(error), error, shown)
+            traceback.print_exception(type(error), error, frame)
         else:
-            sys.excepthook(type(error), error, shown)
+            sys.excepthook(type(error), error, frame)
     except SystemExit as stop:
         return _exit_code(stop)
     except BaseException:  # a hook or a __str__ that raises, or no memory left for the text
@@ -168,7 +167,8 @@ def run_cell(
     `shows_always`: a last bare expression's value is printed even when the cell printed something else.
     """
     source = source.removeprefix("\ufeff")  # a byte-order mark
-    linecache.cache[file_name] = (len(source), None, source.splitlines(keepends=True), file_name)
+    lines = io.StringIO(f"{source}\n", None).readlines()  # as linecache has a file's: each with its end, \n
+    linecache.cache[file_name] = (len(source), None, lines, file_name)
     written_before = counter.written
     try:
         statements, last = compile_by_line(source, file_name) or compile_by_tree(source, file_name)

@@ -219,6 +219,25 @@ def test_it_does_what_it_does_as_a_file(run: Run, tmp_path: Path, name: str) -> 
     assert result["signal"] == (-as_file.returncode if as_file.returncode < 0 else None)
 
 
+TRACEBACKS = {
+    "the last line, without a line's end": "x = 1\nprint(1 + int('a'))",
+    "lines of DOS": "x = 1\r\nprint(1 + int('a'))\r\n",
+    "a statement beside others": "y = 1; assert y == 2, y",
+    "line separators in a text": "t = '''a\x0cb\u2028c'''\nprint(\n    t.nothing)",
+    "a syntax error of a text that it evaluates": "def f(t):\n    return eval(t)\nprint(f('2 x'))",
+    "a syntax error of a text that it runs": "try:\n    exec('a b')\nexcept SyntaxError as e:\n    raise ValueError from e",
+    "a syntax error that it raises": "raise SyntaxError('mine')",
+    "a program that does not compile": "x = 1\nprint(x y)",
+}
+
+
+@pytest.mark.parametrize("name", TRACEBACKS)
+def test_a_traceback_is_that_of_the_file(run: Run, tmp_path: Path, name: str) -> None:
+    (tmp_path / "source.py").write_bytes(TRACEBACKS[name].encode())
+    as_file = subprocess.run([sys.executable, "source.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert run(TRACEBACKS[name])["stderr"].strip() == as_file.stderr.replace(f"{tmp_path}/", "").strip()
+
+
 async def test_what_the_service_was_started_to_ignore_ends_a_program() -> None:
     signals = (signal.SIGHUP, signal.SIGUSR1)
     before = [signal.signal(number, signal.SIG_IGN) for number in signals]
