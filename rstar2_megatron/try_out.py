@@ -45,29 +45,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--extra", type=_object, default={}, metavar="JSON", help="own columns of the problem")
     parser.add_argument("--timeout-s", type=float, default=30.0)
     words = parser.parse_args(argv)
+    read_as = ""
     try:
         code = UserCode.model_validate(words.code, context={FOLDERS: [users_path(".").resolve()]})
         if _is_reward(code.load()):
             limits = {"arguments": words.settings, "function_timeout_s": words.timeout_s}
             with Rewards(RewardSettings(function=code, **limits)) as rewards:
                 return asyncio.run(_try_reward(rewards, code, words.args, words.extra))
+        read_as = " (read as a tool: a reward has the parameters problem and trajectory, or verl's)"
         settings = OwnToolSettings(use=code, settings=words.settings, timeout_s=words.timeout_s)
         tool = OwnTool(settings, AgentLoopSettings())
     except ValueError as error:
         said = error.errors()[0]["msg"].removeprefix("Value error, ") if isinstance(error, ValidationError) else error
-        print(f"error: {said}", file=sys.stderr)
+        print(f"error: {said}{read_as}", file=sys.stderr)
         return 2
     print(json.dumps(tool.schema, indent=2, ensure_ascii=False))
     return asyncio.run(_try(tool, words.args, Problem("try_out", [{"role": "user", "content": ""}], [], extra=words.extra)))
 
 
 def _is_reward(code: Any) -> bool:
-    """By its parameters: verl's, or a trajectory, which no tool has."""
+    """By its parameters: verl's, or a trajectory by name or type, which no tool has."""
     try:
-        parameters = inspect.signature(code).parameters.keys()
+        parameters = inspect.signature(code).parameters
     except (TypeError, ValueError):
         return False
-    return "trajectory" in parameters or {"solution_str", "ground_truth"} <= parameters
+    types = [one.annotation for one in parameters.values()]
+    return bool({"trajectory", "solution_str"} & parameters.keys()) or Trajectory in types or Trajectory.__name__ in types
 
 
 async def _try_reward(rewards: Rewards, code: UserCode, calls: Sequence[dict[str, Any]], extra: dict[str, Any]) -> int:

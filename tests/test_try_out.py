@@ -80,9 +80,17 @@ def test_what_is_no_json(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("search", "neither path/to/file.py:name nor"),
         (SEARCH + "es", "did you mean search?"),
-        ("json:loads", "json:loads takes `**kw`, which no model can fill by name"),
+        ("json:loads", "json:loads takes `**kw`, which no model can fill by name; write each parameter with its type (read as"),
     ],
 )
 def test_what_is_no_tool(reference: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([reference]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("parameters", ["row: Problem, rollout: 'Trajectory'", "solution_str, ground_truth"])
+def test_a_reward_by_its_parameters(parameters: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = "from rstar2_megatron.trajectory import Problem, Trajectory\n"
+    (tmp_path / "own.py").write_text(f"{names}def score({parameters}):\n    return 0.5\n")
+    assert main([f"{tmp_path}/own.py:score"]) == 0
+    assert "reward 0.5" in capsys.readouterr().out

@@ -18,6 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError
+from pydantic_core import to_jsonable_python
 
 from rstar2_megatron.data.json_text import json_type
 from rstar2_megatron.extension import ToolError
@@ -30,7 +31,8 @@ from rstar2_megatron.trajectory import Problem, ToolOutcome
 
 _PROBLEM = "problem"
 _NESTED = (list, dict, tuple, Union, UnionType)
-_PLAIN = (str, int, float, bool, dict, list, tuple, NoneType, Any, ...)
+_PLAIN = (str, int, float, bool, dict, NoneType, Any, ...)
+_NAME = re.compile(r"[\w.-]+")  # in which every format of calls can write it
 _IDLE_S = 3600.0  # state of a trajectory that went on elsewhere is closed after this time
 
 
@@ -67,6 +69,8 @@ class OwnTool(LimitedTool):
         ):
             kind = "class without __call__" if self.has_session else type(target).__name__
             raise UserCodeError(f"{label} is a {kind}; a tool is a function, or a class with __call__")
+        if not _NAME.fullmatch(name):
+            raise UserCodeError(f"{label} has the name {name!r}; a tool's name is of letters, digits and _")
         try:
             inspect.signature(target).bind(**given) if self.has_session else inspect.signature(target).bind_partial(**given)
         except (TypeError, ValueError) as error:
@@ -131,7 +135,8 @@ class OwnTool(LimitedTool):
 
     def _answer(self, value: Any) -> tuple[ToolOutcome, str]:
         try:
-            return ToolOutcome.OK, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            text = value if isinstance(value, str) else json.dumps(to_jsonable_python(value), ensure_ascii=False)
+            return ToolOutcome.OK, text
         except (TypeError, ValueError, RecursionError) as error:
             said = f"tool {self.code.label} returned a {type(value).__name__}, which is not JSON ({error})"
             raise UserCodeError(f"{said}; a tool returns a text, or what JSON can hold") from error
@@ -167,7 +172,7 @@ def _parameters(label: str, function: Callable[..., Any], *, method: bool) -> di
     """Parameters with their types resolved. Raises UserCodeError for those that a call by name cannot fill."""
     try:
         parameters = inspect.signature(function).parameters
-        hints = get_type_hints(function)
+        hints = get_type_hints(function, include_extras=True)  # a Field of Annotated has limits and a description
     except (NameError, TypeError, ValueError) as error:
         raise UserCodeError(f"the parameters of {label} cannot be read: {error}") from None
     found = {}
@@ -179,7 +184,7 @@ def _parameters(label: str, function: Callable[..., Any], *, method: bool) -> di
 
 
 def _is_plain(annotation: Any) -> bool:
-    """Whether transformers knows the type; of an Enum or a date it would say that it is an object."""
+    """Whether transformers knows the type; of an Enum, a date or a bare list it would say that it is an object."""
     kind = get_origin(annotation)
     return annotation in _PLAIN or kind is Literal or (kind in _NESTED and all(map(_is_plain, get_args(annotation))))
 
@@ -191,18 +196,21 @@ def _schema(
     parameters: Mapping[str, inspect.Parameter],
     by_pydantic: Mapping[str, dict[str, Any]],
 ) -> ToolSchema:
-    """by_pydantic: schemas of the parameters whose types transformers does not know."""
+    """by_pydantic: schemas of the parameters whose types transformers does not know; one may describe its parameter itself."""
     # Here: transformers takes seconds, which runs without own tools do not need.
     from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException, get_json_schema
 
     if not doc:
         raise UserCodeError(f"{label} has no docstring; write what the tool does, and under `Args:` what each parameter is")
+    doc = re.sub(r"(?m)^(\s*\w+) \(.+?\):", r"\1:", doc)  # `x (int): what it is`
+    own_words = [n for n, kind in by_pydantic.items() if "description" in kind and not re.search(rf"(?m)^\s+{n}:", doc)]
+    listed = {n: one for n, one in parameters.items() if n not in own_words}
 
     def described() -> None: ...
 
-    described.__name__, described.__doc__ = name, re.sub(r"(?m)^(\s*\w+) \(.+?\):", r"\1:", doc)  # `x (int): what it is`
-    described.__annotations__ = {n: Any if n in by_pydantic else one.annotation for n, one in parameters.items()}
-    described.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
+    described.__name__, described.__doc__ = name, doc
+    described.__annotations__ = {n: Any if n in by_pydantic else one.annotation for n, one in listed.items()}
+    described.__signature__ = inspect.Signature(list(listed.values()))  # type: ignore[attr-defined]
     try:
         schema: ToolSchema = get_json_schema(described)
     except DocstringParsingException as error:
@@ -211,6 +219,8 @@ def _schema(
     except (TypeHintParsingException, ValueError) as error:
         said = " ".join(str(part) for part in error.args)
         raise UserCodeError(f"{label} has a parameter whose type is no JSON: {said}") from None
-    for n, described_type in by_pydantic.items():
-        schema["function"]["parameters"]["properties"][n] |= described_type
+    form = schema["function"]["parameters"]
+    form["properties"] = {n: by_pydantic.get(n, {}) | form["properties"].get(n, {}) for n in parameters}
+    if needed := [n for n, one in parameters.items() if one.default is one.empty]:
+        form["required"] = needed
     return schema

@@ -210,6 +210,46 @@ def play(tones: list[Tone], words: set[str], when: Optional[date] = None) -> str
     assert {"format": "date", "type": "string"} in properties["when"]["anyOf"]
 
 
+async def test_a_field_of_annotated_describes_and_limits_its_parameter(tokenizer, tmp_path: Path) -> None:
+    """As in tools for MCP; a line of the docstring comes before it. A bare list is an array, not transformers' object."""
+    code = """
+from typing import Annotated
+from pydantic import BaseModel, Field
+
+class Point(BaseModel):
+    'A place.'
+    x: Annotated[int, Field(ge=0)]
+
+def draw(
+    width: Annotated[int, Field(ge=1, description="In pixels.")],
+    at: Point,
+    colours: list = None,
+    depth: Annotated[int, Field(le=9, description="Unused.")] = 1,
+):
+    '''Draw.
+
+    Args:
+        colours: Names.
+        depth: Bits.
+    '''
+    return {"at": at, "colours": colours, "kinds": {width}}
+"""
+    settings = settings_of(tmp_path, code, "own.py:draw", max_parallel_calls=4)
+    given = ({"width": 2, "colours": ["red"]}, {"width": 0}, {"width": 1, "depth": 10}, {"width": 1, "colours": {}})
+    trajectory, loop = await run(tokenizer, settings, "".join(call("draw", at={"x": 3}, **one) for one in given))
+    refused = "Tool call failure\nreason: Argument "
+    assert outcomes(trajectory) == [
+        ("ok", '{"at": {"x": 3}, "colours": ["red"], "kinds": [2]}'),
+        ("malformed", f'{refused}"width": input should be greater than or equal to 1, got number.'),
+        ("malformed", f'{refused}"depth": input should be less than or equal to 9, got number.'),
+        ("malformed", f'{refused}"colours" must be of type array, got object.'),
+    ]
+    form = loop.template.schemas[0]["function"]["parameters"]
+    words = {name: one["description"] for name, one in form["properties"].items()}
+    assert words == {"width": "In pixels.", "at": "A place.", "colours": "Names.", "depth": "Bits."}
+    assert form["required"] == ["width", "at"] and form["properties"]["width"]["minimum"] == 1
+
+
 @pytest.mark.parametrize(("query", "said"), [("break", "KeyError: 'key'"), ("leave", "SystemExit: 3")])
 async def test_failing_user_code_drops_the_trajectory(tokenizer, tmp_path: Path, query: str, said: str) -> None:
     """It is no error of the model; the user's line and the type are kept."""
@@ -373,6 +413,11 @@ REFUSED = {
     "unknown type": ("def f(x: 'Nowhere'):\n    '''F.'''", "f", "cannot be read: name 'Nowhere' is not defined"),
     "odd type": ("def f(x: tuple[int]):\n    '''F.\n\n    Args:\n        x: X.\n    '''", "f", "whose type is no JSON: "),
     "a set of types": ("def f(x: 'set[type]'):\n    '''F.\n\n    Args:\n        x: X.\n    '''", "f", "which no JSON fits"),
+    "a name with a space": (
+        "class F:\n    name = 'my tool'\n    def __call__(self):\n        '''F.'''",
+        "F",
+        "has the name 'my tool'; a tool's name is of letters, digits and _",
+    ),
     "no tool": ("f = 3", "f", "own.py:f is a int; a tool is a function, or a class with __call__"),
     "no __call__": ("class F:\n    '''F.'''", "F", "is a class without __call__"),
     "settings": (
