@@ -8,10 +8,10 @@ rest are holes. Then times the checks with the files in the page cache and witho
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
-import sys
 import time
 from math import prod
 from pathlib import Path
@@ -84,4 +84,7 @@ def main(directory: Path, name: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path, help="is written, and removed at the end")
+    parser.add_argument("name", help="of a known model, as Qwen2.5-14B")
+    main(**vars(parser.parse_args()))

@@ -63,12 +63,12 @@ def write_checkpoint(model: Path, checkpoint: Path) -> None:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedTensor
 
-    from rstar2_megatron.actor.checkpoint import _ThreadedSave
+    from rstar2_megatron.actor.checkpoint import _COUNTERS, _ThreadedSave
 
     config = ModelConfig.from_directory(model)
     outer, layer = tensor_shapes(config)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
-    state: dict[str, Any] = {}
+    state: dict[str, Any] = {_COUNTERS: {}}
     for name, shape in outer.items():
         state[name] = ShardedTensor.from_rank_offsets(name, torch.randn(shape, dtype=torch.bfloat16))
     for name, shape in layer.items():

@@ -98,7 +98,9 @@ async def measure(options: argparse.Namespace, directory: Path) -> None:
     for _ in range(1 if options.commands is None else options.rounds + 1):
         if options.commands is not None:
             options.commands.readline()
-        print(json.dumps({"case": "hot path", **await one_step(phase, parts)}), flush=True)
+        result = {"case": "hot path", **await one_step(phase, parts)}
+        print(json.dumps(result), flush=True)
+        write_result(options.out, result)
     TRACE.close()
     await phase.close()
 
