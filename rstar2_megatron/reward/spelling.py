@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 UPRIGHT = "\x01"
@@ -38,11 +39,14 @@ _ALIASES = {other: token for token, others in _SAME.items() for other in others.
 _POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 NUMBER_WORDS = "zero one two three four five six seven eight nine ten eleven twelve"
 _PHRASES = {  # by the sign that an answer in words stands for
-    "\\emptyset": r"(?:there (?:is|are) )?no (?:real |such )?(?:solution|root)s?|none|(?:the )?empty set",
-    "\\mathbb{R}": r"(?:all |the )(?:reals|real numbers?)|real numbers",
-    "\\infty": r"(?:positive )?infinity",
-    "none": r"(?:it |the limit )?does not exist|dne",
-    **{str(number): word for number, word in enumerate(NUMBER_WORDS.split())},
+    sign: re.compile(words)
+    for sign, words in {
+        "\\emptyset": r"(?:there (?:is|are) )?no (?:real |such )?(?:solution|root)s?|none|(?:the )?empty set",
+        "\\mathbb{R}": r"(?:all |the )(?:reals|real numbers?)|real numbers",
+        "\\infty": r"(?:positive )?infinity",
+        "none": r"(?:it |the limit )?does not exist|dne",
+        **{str(number): word for number, word in enumerate(NUMBER_WORDS.split())},
+    }.items()
 }
 
 _MARKDOWN = re.compile(r"(?<!\S)(\*\*\*|\*\*|__|[*_`])\s*([^*_`\s](?:[^`]*?[^*_`\s])?)\s*\1(?!\w)")
@@ -81,41 +85,68 @@ _TOKEN = re.compile(
 )
 
 
+_Rules = Sequence[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]]
+# In this order. First characters and what only they spell, then LaTeX, then tokens with a space between them.
+_CHARACTERS_TO_TEX: _Rules = [
+    (re.compile("[⁰¹²³⁴-⁹⁺⁻ⁿ]+"), lambda m: f"^{{{_ascii(m[0])}}}"),
+    (re.compile("[₀-₉₊₋]+"), lambda m: f"_{{{_ascii(m[0])}}}"),
+    (re.compile("[¼-¾⅐-⅞]"), lambda m: "\\frac{" + _ascii(m[0]).replace("⁄", "}{") + "}"),
+    (_POWER_OF_TEN, r"\1 \\cdot 10^{\2}"),
+    (_CHOOSE, r"\\binom{\1}{\2\3}"),
+    (re.compile(r"\\overrightarrow"), r"\\vec"),
+    (re.compile("(?<=[①-⑳])[, ]*(?=[①-⑳])"), ","),
+    (re.compile("[α-ω]"), lambda m: f"\\{unicodedata.name(m[0]).split()[-1].lower()} "),
+]
+_IN_TEX: _Rules = [
+    (_PRIMES, lambda m: (m[1] or "'").replace("\\prime", "'")),
+    (_REPEATING, lambda m: _repeating(m)),
+    (_THOUSANDS, lambda m: _thousands(m)),
+    (_FORMATTING, " "),
+    (_DEGREE, r"\\deg "),
+    (_ANGLE, lambda m: _angle(m)),
+]
+_IN_TOKENS: _Rules = [
+    (_ALONE, r"\1"),
+    (re.compile(r" [.,] (?=& |\\\\ |\\end)"), " "),
+    (re.compile(r"(?<=[\d})]) \\(min|sec)(?= /|$)"), rf" {UPRIGHT}\1"),  # without an argument it is a unit
+    (_AROUND, ""),
+    (re.compile(r"^(\d+) \^ (?:\{ )?\x01?(st|nd|rd|th)(?: \})?$"), rf"\1 {UPRIGHT}\2"),
+    (re.compile(r"^(\d+) \x01?(?:in|to|out \x01?of) (\d+)$"), r"\1 / \2"),
+    (re.compile(r"(?<=\\in )\x01?([CNQRZ])(?!\S)"), r"\\mathbb{\1}"),
+    (re.compile(r"^\\\{ ((?!\w [|:])[^|:]+) [|:] (\w \\in \S+(?: \^ \S+)?) \\\}$"), r"\1 , \2"),
+    (
+        re.compile(r"^(?:\\begin\{cases\}|\\\{ \\begin\{array\}) ([^&]*) \\end\{\w+\}$"),  # a system without columns
+        lambda m: m[1].replace("\\\\", ","),
+    ),
+    (re.compile(r"\( (\\pmod .+) \)$"), r"\1"),
+    (re.compile(r"(.) \( (\w \\in \S+(?: \^ \S+)?) \)$"), r"\1 , \2"),
+    (re.compile(rf"(?<=\d) {UPRIGHT}?({'|'.join(_POWERS)})(?!\S)"), lambda m: f" \\cdot 10 ^ {_POWERS[m[1]]}"),
+    (re.compile(r"(: \d\d) \x01?([AaPp])(?: \.)? ?\x01?[Mm]$"), lambda m: f"{m[1]} {m[2].lower()}m"),
+]
+_BOUND = re.compile(r"(?:^| )([a-z]) (?:.* )?, \1 \\in \S+(?: \^ \S+)?(?: \\\})?$")
+_DELIMITER = re.compile(r"(?<!\\)\$")
+
+
 def spell(answer: str) -> str:
     """The tokens of an answer, without markdown, delimiters, a full stop and words such as `Answer:`."""
-    text = re.sub(r"√\s*(\d+(?:\.\d+)?)", r"\\sqrt{\1}", answer).translate(_CHARACTERS)
-    text = re.sub("[⁰¹²³⁴-⁹⁺⁻ⁿ]+", lambda m: f"^{{{_ascii(m.group())}}}", text)
-    text = re.sub("[₀-₉₊₋]+", lambda m: f"_{{{_ascii(m.group())}}}", text)
-    text = re.sub("[¼-¾⅐-⅞]", lambda m: "\\frac{" + _ascii(m.group()).replace("⁄", "}{") + "}", text)
-    text = _POWER_OF_TEN.sub(r"\1 \\cdot 10^{\2}", text)
-    text = _CHOOSE.sub(r"\\binom{\1}{\2\3}", text)
-    text = re.sub("(?<=[①-⑳])[, ]*(?=[①-⑳])", ",", text.replace("\\overrightarrow", "\\vec"))
-    text = re.sub("[α-ω]", lambda m: f"\\{unicodedata.name(m.group()).split()[-1].lower()} ", text)
+    text = _rewritten(re.sub(r"√\s*(\d+(?:\.\d+)?)", r"\\sqrt{\1}", answer).translate(_CHARACTERS), _CHARACTERS_TO_TEX)
     if text.replace("\\$", "").count("$") != 1:  # a single one is a currency
-        text = re.sub(r"(?<!\\)\$", " ", text)
+        text = _DELIMITER.sub(" ", text)
     for _ in range(3):  # bold and italic, nested \text
         text = _WRAPPED.sub(_unwrapped, _MARKDOWN.sub(r" \2 ", text))
-    text = _PRIMES.sub(lambda m: (m.group(1) or "'").replace("\\prime", "'"), text)
-    text = _THOUSANDS.sub(_thousands, _REPEATING.sub(_repeating, text))
-    text = _ANGLE.sub(_angle, _DEGREE.sub(r"\\deg ", _FORMATTING.sub(" ", text)))
-    text = " ".join(map(_spelled, _TOKEN.findall(text)))
-    text = re.sub(r" [.,] (?=& |\\\\ |\\end)", " ", _ALONE.sub(r"\1", text))
-    text = re.sub(r"(?<=[\d})]) \\(min|sec)(?= /|$)", rf" {UPRIGHT}\1", text)  # without an argument it is a unit
-    text = _AROUND.sub("", text)
-    text = re.sub(r"^(\d+) \^ (?:\{ )?\x01?(st|nd|rd|th)(?: \})?$", rf"\1 {UPRIGHT}\2", text)
-    text = re.sub(r"^(\d+) \x01?(?:in|to|out \x01?of) (\d+)$", r"\1 / \2", text)
-    text = re.sub(r"(?<=\\in )\x01?([CNQRZ])(?!\S)", r"\\mathbb{\1}", text)
-    text = re.sub(r"^\\\{ ((?!\w [|:])[^|:]+) [|:] (\w \\in \S+(?: \^ \S+)?) \\\}$", r"\1 , \2", text)
-    system = re.fullmatch(r"(?:\\begin\{cases\}|\\\{ \\begin\{array\}) ([^&]*) \\end\{\w+\}", text)
-    text = system[1].replace("\\\\", ",") if system else text
-    text = re.sub(r"(.) \( (\w \\in \S+(?: \^ \S+)?) \)$", r"\1 , \2", re.sub(r"\( (\\pmod .+) \)$", r"\1", text))
-    text = re.sub(rf"(?<=\d) {UPRIGHT}?({'|'.join(_POWERS)})(?!\S)", lambda m: f" \\cdot 10 ^ {_POWERS[m[1]]}", text)
-    text = re.sub(r"(: \d\d) \x01?([AaPp])(?: \.)? ?\x01?[Mm]$", lambda m: f"{m[1]} {m[2].lower()}m", text)
+    text = " ".join(map(_spelled, _TOKEN.findall(_rewritten(text, _IN_TEX))))
+    text = _rewritten(text, _IN_TOKENS)
     # which letter the integer of k\pi, k \in \mathbb{Z} is does not matter
-    if bound := re.search(r"(?:^| )([a-z]) (?:.* )?, \1 \\in \S+(?: \^ \S+)?(?: \\\})?$", text):
+    if bound := _BOUND.search(text):
         text = re.sub(rf"(?<!\S){bound[1]}(?!\S)", r"\\bound", text)
     words = text.replace(UPRIGHT, "").lower()
-    return next((sign for sign, phrase in _PHRASES.items() if re.fullmatch(phrase, words)), text)
+    return next((sign for sign, phrase in _PHRASES.items() if phrase.fullmatch(words)), text)
+
+
+def _rewritten(text: str, rules: _Rules) -> str:
+    for pattern, by in rules:
+        text = pattern.sub(by, text)
+    return text
 
 
 def _ascii(text: str) -> str:
