@@ -5,22 +5,39 @@ Every row comes with the place it was read from, so that an error can name file 
 
 from __future__ import annotations
 
+import codecs
 import csv
 import glob
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, islice, tee
 from pathlib import Path
 from typing import Any
 
 from rstar2_megatron.data.json_text import json_fault
 
-SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+_TABLES = (".csv", ".tsv")
+SUFFIXES = (".jsonl", ".json", ".parquet", *_TABLES)
 HUB = "hf:"
 """Begins the name of a set on the hub: `hf:OWNER/NAME[:CONFIG][:SPLIT][@REVISION]`."""
 _BATCH_ROWS = 1024  # of parquet decoded at a time
+_LONGEST_CELL = 1 << 27
+_PARQUET = b"PAR1"
+_FOREIGN = {  # by their first bytes
+    b"\x1f\x8b": "a gzip file; unpack it by gunzip",
+    b"BZh": "a bzip2 file; unpack it by bunzip2",
+    b"\xfd7zXZ": "an xz file; unpack it by unxz",
+    b"\x28\xb5\x2f\xfd": "a zstd file; unpack it by unzstd",
+    b"PK\x03\x04": "a zip or xlsx file; unpack it, or export the table as csv",
+    b"ARROW1": "an Arrow file; give the directory that datasets saved, or write it as parquet",
+    b"\xff\xff\xff\xff": "an Arrow stream; give the directory that datasets saved, or write it as parquet",
+    b"\xff\xfe": "UTF-16; convert it: iconv -f UTF-16 -t UTF-8",
+    b"\xfe\xff": "UTF-16; convert it: iconv -f UTF-16 -t UTF-8",
+    b"\x80\x04": "a pickle, which is not read; write the rows as jsonl or parquet",
+    b"version https://git-lfs": "a pointer of Git LFS and no data; git lfs pull in its directory fetches them",
+}
 
 
 class DataError(ValueError):
@@ -116,22 +133,25 @@ def file_rows(path: Path, *, columns: Sequence[str] | None = None, skip: int = 0
 
     columns: of a parquet file, the columns to read if it has them, so that long solutions of a reasoning set are not loaded.
     """
-    if path.suffix == ".parquet":
+    with path.open("rb") as file:
+        begin = file.read(64)
+    if foreign := [what for magic, what in _FOREIGN.items() if begin.startswith(magic)]:
+        raise DataError(f"{path} is {foreign[0]}")
+    if begin.startswith(_PARQUET) or path.suffix == ".parquet":
         rows = _parquet_rows(path, columns)
-    elif path.suffix == ".csv":
-        rows = _csv_rows(path)
-    else:
-        rows = _json_rows(path) if path.suffix == ".json" and _is_array(path) else _jsonl_rows(path)
+    elif path.suffix.lower() in _TABLES:
+        rows = _table_rows(path)
+    else:  # sets are published as .json in both forms: an array, and an object a line
+        rows = _json_rows(path) if begin.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[") else _jsonl_rows(path)
     return islice(rows, skip, None)
 
 
-def _is_array(path: Path) -> bool:
-    """Sets are published as .json in both forms: an array, and an object a line."""
-    return next((line.lstrip() for _, line in _text_lines(path) if line.strip()), "").startswith("[")
-
-
-def _csv_rows(path: Path) -> Iterator[Row]:
-    lines = csv.DictReader((line for _, line in _text_lines(path)), strict=True)
+def _table_rows(path: Path) -> Iterator[Row]:
+    """Of columns that a comma, a semicolon or a tab parts: what the first line has most of."""
+    text, head = tee(line for _, line in _text_lines(path))
+    delimiter = max(",;\t", key=next(head, "").count)
+    csv.field_size_limit(_LONGEST_CELL)
+    lines = csv.DictReader(text, strict=True, delimiter=delimiter, skipinitialspace=True)
     try:
         for number, values in enumerate(lines, 1):
             if None in values or None in values.values():
@@ -156,8 +176,9 @@ def _json_rows(path: Path) -> Iterator[Row]:
     """A JSON array of objects, as some data sets are published."""
     try:
         values = json.loads("".join(line for _, line in _text_lines(path)))
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}:{error.lineno}: not JSON ({error.msg})") from None
+    except (json.JSONDecodeError, RecursionError) as error:
+        what, remedy = json_fault(error, unit="column")
+        raise DataError(f"{path}:{getattr(error, 'lineno', 1)}: not JSON ({what}); {remedy}") from None
     for number, value in enumerate(values, 1):
         yield _row(f"{path} row {number}", value)
 

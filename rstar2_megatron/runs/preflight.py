@@ -27,6 +27,7 @@ from rstar2_megatron.rollout.conversation import Conversations
 from rstar2_megatron.rollout.tool_set import tools_of
 from rstar2_megatron.runs.inputs.output_directory import output_problems
 from rstar2_megatron.runs.stopping import condition_problems
+from rstar2_megatron.search.preference.trees import read_trees
 from rstar2_megatron.services.process import is_loopback
 from rstar2_megatron.settings.asynchronous import asynchronous_problems
 from rstar2_megatron.settings.load import ConfigError
@@ -100,8 +101,8 @@ def check_before_start(
     wrong, absent = data_problems(settings, later)
     _raise(wrong)
     _raise_or_warn(absent, dry_run, warnings)
-    if dry_run and settings.runner.task_type == "sft" and not absent:  # a run reads all rows before it starts anything
-        _raise(sft_row_problems(settings))
+    if dry_run and settings.runner.task_type in _MAKERS and not absent:  # a run reads all rows before it starts anything
+        _raise(row_problems(settings))
     _raise_or_warn(list(logger_problems(settings)), dry_run, warnings)
     if model is not None:
         ask = free_bytes if free_bytes is not None else _free_bytes
@@ -482,13 +483,15 @@ def data_problems(settings: Settings, later: Collection[str] = ()) -> tuple[list
     return wrong, absent
 
 
-def sft_row_problems(settings: Settings) -> Iterator[str]:
-    """The first row that cannot be trained on."""
-    paths = [*settings.sft.train_data_paths, *settings.sft.val_data_paths]
+def row_problems(settings: Settings) -> Iterator[str]:
+    """The first row of `sft` or tree of `preference` that cannot be trained on."""
+    is_sft = settings.runner.task_type == "sft"
+    section = settings.sft if is_sft else settings.preference
+    paths = [p for p in (*section.train_data_paths, *section.val_data_paths) if not p.startswith(BUILT_PREFIXES)]
     try:
-        for _ in read_segments([path for path in paths if not path.startswith(BUILT_PREFIXES)]):
+        for _ in read_segments(paths) if is_sft else read_trees(paths):
             pass
-    except DataError as error:
+    except ValueError as error:
         yield str(error)
 
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import bz2
 import csv
+import gzip
 import json
+import lzma
+import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +134,62 @@ def test_the_keys_are_proposed_by_the_names_of_the_columns(tmp_path: Path, row: 
 def test_a_column_without_json_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a.parquet row 1: a column is no JSON \(Object of type bytes.* map it by data.rows"):
         read_problems([write_rows(tmp_path / "a.parquet", [{**ROWS[0], "image": b"\x89PNG"}])], KEYS)
+
+
+TEXT = '{"question": "1+1?", "answer": "2"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("an array.jsonl", f"[{TEXT}]".encode()),
+        ("a mark of the byte order.json", b"\xef\xbb\xbf" + f"\n [{TEXT}]".encode()),
+        ("semicolons.csv", b"question;answer\n1+1?;2\n"),
+        ("tabs.csv", b"question\tanswer\n1+1?\t2\n"),
+        ("tabs.TSV", b"question\tanswer\n1+1?\t2\n"),
+        ("spaces.csv", b'question, answer\n"1+1?", "2"\n'),
+        ("a long cell.csv", b"question,other,answer\n1+1?," + 200_000 * b"a" + b",2\n"),
+    ],
+)
+def test_a_file_is_what_it_holds(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    (problem,) = read_problems([tmp_path / name], KEYS)
+    assert (problem.prompt[0]["content"], problem.solutions) == ("1+1?", ["2"])
+
+
+def test_a_parquet_file_of_any_name(tmp_path: Path) -> None:
+    write_rows(tmp_path / "a.parquet", ROWS).rename(tmp_path / "a.PARQ")
+    assert len(read_problems([tmp_path / "a.PARQ"], KEYS)) == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (gzip.compress(TEXT.encode()), "a gzip file; unpack it by gunzip"),
+        (bz2.compress(TEXT.encode()), "a bzip2 file; unpack it by bunzip2"),
+        (lzma.compress(TEXT.encode()), "an xz file; unpack it by unxz"),
+        (b"\x28\xb5\x2f\xfd\x00", "a zstd file; unpack it by unzstd"),
+        (b"PK\x03\x04\x14", "a zip or xlsx file; unpack it, or export the table as csv"),
+        (TEXT.encode("utf-16"), "UTF-16; convert it: iconv -f UTF-16 -t UTF-8"),
+        (pickle.dumps([1]), "a pickle, which is not read; write the rows as jsonl or parquet"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "a pointer of Git LFS and no data; git lfs pull"),
+        (b"[" * 100_000, "rows.jsonl:1: not JSON (it is nested too deeply); nest it less"),
+    ],
+    ids=lambda value: value.split(";")[0] if isinstance(value, str) else "",  # packed bytes hold the time
+)
+def test_what_no_rows_can_be_read_from_is_named(tmp_path: Path, content: bytes, what: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=re.escape(what)) as refused:
+        read_problems([path], KEYS)
+    assert str(path) in str(refused.value)
+
+
+def test_an_arrow_file_of_datasets(tmp_path: Path) -> None:
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
+    (file,) = (tmp_path / "saved").glob("*.arrow")
+    with pytest.raises(DataError, match="is an Arrow stream; give the directory that datasets saved"):
+        read_problems([file], KEYS)
 
 
 def test_a_table_with_a_cell_too_many(tmp_path: Path) -> None:

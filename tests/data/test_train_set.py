@@ -190,7 +190,7 @@ def test_a_problem_stays_in_the_validation_set_when_others_are_added(files: dict
             [{"problem": ["a"], "expected_answer": "1"}],
             "in.jsonl:1: column 'problem' of type array is no text",
         ),
-        ("project-euler", [["a"]], "in.jsonl:1: expected an object, got list"),
+        ("project-euler", [["a"]], "in.jsonl row 1: expected an object, got str"),
         ("dapo", [{"prompt": "a", "solution": "1/2"}], "no problem is left of 1 rows; dropped: .*no integer"),
     ],
 )

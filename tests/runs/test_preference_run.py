@@ -52,6 +52,15 @@ def test_trees_without_pairs_and_comparisons_without_room_end_with_1(
     assert "a micro-batch has room for 64: raise runner.max_tokens_per_mbs" in capfd.readouterr().err
 
 
+def test_a_dry_run_reads_the_trees(words: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([*words, "--dry-run"]) == 0
+    trees = tmp_path / "mcts.jsonl"
+    given = next(word for word in words if word.startswith("preference.train_data_paths")).partition("=")[2].strip("[]")
+    trees.write_text(Path(given).read_text().replace('"mode": "mcts"', '"mode": "beam"'))
+    assert main([*words, f"preference.train_data_paths=[{trees}]", "--dry-run"]) == 2
+    assert f"{trees}:1: a tree of beam; only trees of MCTS have the Q of steps" in capfd.readouterr().err
+
+
 @pytest.mark.ci
 @pytest.mark.timeout(600)
 def test_a_run_learns_its_pairs_and_exports_a_classifier(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ import numpy as np
 from rstar2_megatron.algorithm.preference import Comparison
 from rstar2_megatron.data.rows import DataError
 from rstar2_megatron.search.preference.pairs import NodePairs, pairs_of, without_idle
+from rstar2_megatron.search.preference.trees import read_trees
 from rstar2_megatron.search.tree import Node, Tree
-from rstar2_megatron.search.tree_file import TreeFile, tree_of
 from rstar2_megatron.settings.schema import PreferenceSettings
 
 
@@ -44,22 +44,16 @@ def load_preference_rows(
     paths: Sequence[str | Path], tokenizer: Any, settings: PreferenceSettings, max_length: int
 ) -> PreferenceRows:
     """The comparisons of all trees of `paths`. Raises DataError with file and line for a tree that cannot be used."""
-    rows = PreferenceRows()
-    for path in map(Path, paths):
-        if not path.is_file():
-            raise DataError(f"tree file {path} does not exist; python -m rstar2_megatron.search writes such files")
-        checked = False
-        for number, row in TreeFile(path, {}).rows():
-            where = f"{path}:{number}"
-            tree = _tree(row, where)
-            rows.trees += 1
-            if not checked:
-                checked = _check_vocabulary(tree, row["prompt_ids"], tokenizer, where)
-            for found in pairs_of(tree, settings):
-                comparison, dropped = comparison_of(row["prompt_ids"], found, max_length)
-                rows.too_long += dropped
-                if comparison is not None:
-                    rows.comparisons.append(comparison)
+    rows, checked = PreferenceRows(), set[Path]()
+    for path, where, row, tree in read_trees(paths):
+        rows.trees += 1
+        if path not in checked and _check_vocabulary(tree, row["prompt_ids"], tokenizer, where):
+            checked.add(path)
+        for found in pairs_of(tree, settings):
+            comparison, dropped = comparison_of(row["prompt_ids"], found, max_length)
+            rows.too_long += dropped
+            if comparison is not None:
+                rows.comparisons.append(comparison)
     if not rows.comparisons:
         raise DataError(
             f"{', '.join(map(str, paths)) or '(no files)'}: no pair to train on in {rows.trees} trees ({rows.too_long} pairs "
@@ -67,19 +61,6 @@ def load_preference_rows(
             "preference.min_distance"
         )
     return rows
-
-
-def _tree(row: dict[str, Any], where: str) -> Tree:
-    try:
-        if row["mode"] != "mcts":
-            raise DataError(f"{where}: a tree of {row['mode']}; only trees of MCTS have the Q of steps")
-        if not row.get("prompt_ids"):
-            raise DataError(f"{where}: the tree has no prompt_ids: an earlier version wrote it, search again")
-        return tree_of(row)
-    except (KeyError, ValueError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"{where}: {' '.join(str(error).split())[:200]}") from None
 
 
 def _check_vocabulary(tree: Tree, prompt_ids: Sequence[int], tokenizer: Any, where: str) -> bool:
