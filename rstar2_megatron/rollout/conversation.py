@@ -50,10 +50,10 @@ class Conversations:
         observation = await user.call(environment.reset, problem)
         if isinstance(observation, tuple):  # Gymnasium's (observation, info)
             observation = observation[0]
-        if observation not in (None, ""):
+        if observation is not None and (words := user.text(observation, "reset")):
             prompt = [dict(message) for message in problem.prompt]
             last = max(i for i, message in enumerate(prompt) if message["role"] == "user")
-            prompt[last]["content"] += f"\n\n{user.text(observation, 'reset')}"
+            prompt[last]["content"] += f"\n\n{words}"
             problem = replace(problem, prompt=prompt)
         return Conversation(problem, functools.partial(_play, user, environment.step), user.label)
 

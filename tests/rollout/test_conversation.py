@@ -58,6 +58,7 @@ class Faulty:
     def __init__(self, how): self.how = how
     def reset(self, problem):
         if self.how == "reset": raise LookupError("no such level")
+        if self.how == "array": return __import__("numpy").zeros(3)
     def step(self, text):
         if self.how == "raise": return {}["board"]
         if self.how == "hang": time.sleep(60)
@@ -235,6 +236,7 @@ async def test_limits_end_a_loop_whatever_it_catches(tokenizer: Any, code: Any) 
     ("how", "kind", "said"),
     [
         ("reset", "LookupError", "in reset: LookupError: no such level"),
+        ("array", "UserCodeError", "reset returned an observation of type ndarray, not a text"),
         ("raise", "KeyError", "in step: KeyError: 'board'"),
         ("hang", "TookTooLong", "step took longer than agentloop.environment_timeout_s=0.2"),
         ("two", "UserCodeError", "step returned tuple; it returns (observation, reward, done)"),
