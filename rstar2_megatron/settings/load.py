@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from typing import Any, get_args
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
@@ -33,6 +34,7 @@ from rstar2_megatron.settings.variant import PARTS, Origins, apply_variant, orig
 CALLED_FROM = "RSTAR2_CALLED_FROM"
 """Environment variable with the directory from which the user called run_rstar2.sh."""
 _PLACEMENT = "cluster.component_placement="
+_HOME = re.compile(r"(?<=[=\[,'\"])~(?=/)")  # of an override's value, where no shell replaces it
 _INPUTS = (
     "rollout.model.model_path", "data.train_data_paths", "data.val_data_paths", "sft.train_data_paths", "sft.val_data_paths",
     "preference.train_data_paths", "preference.val_data_paths", "search.reward_model", "runner.init_checkpoint",
@@ -75,6 +77,7 @@ def load(config: str, overrides: Sequence[str] = ()) -> Loaded:
     holds. Raises ConfigError.
     """
     directory, name = find_config(config)
+    overrides = [_HOME.sub(str(Path.home()), word) for word in overrides]
     data = _compose(directory, name, overrides)
     origins = origins_of(directory, name, overrides, CONFIG_DIR)
     folders = [directory, users_path(".").resolve()]
@@ -243,8 +246,11 @@ def _compose_message(name: str, error: Exception) -> str:
         return f"{key or text} has no value; set it in {name}.yaml or on the command line: {key}=..."
     if "MissingConfigException" in type(error).__name__:
         return f"{name}.yaml: {text}"
-    if "OverrideParseException" in type(error).__name__:
-        return f"{text}; an override is written key=value, a list key=[a,b], null is null"
+    if isinstance(error, OverrideParseException):
+        return (
+            f"{error.override.lstrip('+')} cannot be read; an override is written key=value, a list key=[a,b], null is null, "
+            "and a value with brackets, spaces or other signs in quotes: \"key=['a (1).jsonl']\""
+        )
     if text.startswith("Ambiguous value"):
         return f"{text.split(' 1. ')[0]}: a list is written key=[a,b]"
     return f"{name}.yaml: {text}"
@@ -295,9 +301,9 @@ def nearest_keys(path: str) -> list[str]:
     def likeness(candidate: str) -> float:
         whole = difflib.SequenceMatcher(None, path, candidate).ratio()
         last = difflib.SequenceMatcher(None, path.rpartition(".")[2], candidate.rpartition(".")[2]).ratio()
-        return max(whole, 0.6 * last + 0.4 * whole)
+        return max(whole, 0.6 * last + 0.4 * whole) if "." in path else last
 
-    ranked = sorted(set(valid_keys()), key=lambda key: (-likeness(key), key))
+    ranked = sorted(dict.fromkeys(valid_keys()), key=likeness, reverse=True)  # of equal ones the first of the schema
     return [key for key in ranked[:3] if likeness(key) > 0.6]
 
 
@@ -319,5 +325,6 @@ def _validation_message(error: ValidationError) -> str:
             lines.append(f"{path} has no value; set it in the YAML or on the command line: {path}=...")
         else:
             message = problem["msg"].removeprefix("Value error, ")
-            lines.append(f"{path}={problem['input']!r}: {message[:1].lower()}{message[1:]}")
+            remedy = f"; write {path}=[{problem['input'] or ''}]" if problem["type"] == "list_type" else ""
+            lines.append(f"{path}={problem['input']!r}: {message[:1].lower()}{message[1:]}{remedy}")
     return "; ".join(lines)

@@ -106,13 +106,17 @@ def test_a_yaml_elsewhere_may_build_on_the_base(tmp_path: Path) -> None:
             r"unknown key actor.tensor_model_parallel_size; .* is actor.model.tensor_model_parallel_size",
         ),
         (TINY, ["runer.max_steps=3"], r"unknown key runer; .* is runner"),
+        (TINY, ["max_steps=3"], r"unknown key max_steps; .* is runner.max_steps"),
+        (TINY, ["data.val_data_paths=a.jsonl"], r"valid list; write data.val_data_paths=\[a.jsonl\]"),
+        (TINY, ["data.val_data_paths=null"], r"valid list; write data.val_data_paths=\[\]"),
         (TINY, ["qqqqq=3"], r"unknown key qqqqq; the sections are cluster, runner"),
         (TINY, ["algorithm.group_size=abc"], r"algorithm.group_size='abc': input should be a valid integer"),
         (TINY, ["algorithm.group_size=0"], r"algorithm.group_size=0: input should be greater than or equal to 1"),
         (TINY, ["actor.model.precision=fp16"], r"actor.model.precision='fp16': .*'fp32' or 'bf16'"),
         (TINY, ["algorithm.kl_beta=-0.1"], r"algorithm.kl_beta=-0.1"),
         (TINY, ["runner.max_steps"], r"runner.max_steps"),
-        (TINY, ["runner.max_steps=[1"], r"an override is written key=value"),
+        (TINY, ["runner.max_steps=[1"], r"runner.max_steps=\[1 cannot be read; an override is written key=value"),
+        (TINY, ["data.val_data_paths=[a (1).jsonl]"], r"in quotes: \"key=\['a \(1\).jsonl'\]\""),
         (TINY, ["runner.max_steps=1,2"], r"a list is written key=\[a,b\]"),
         (TINY, ["~runner.nothing"], r"Could not delete from config. 'runner.nothing' does not exist"),
         (TINY, ["rollout.model.model_path=???"], r"rollout.model.model_path has no value; .*model_path=\.\.\."),
@@ -123,6 +127,20 @@ def test_a_yaml_elsewhere_may_build_on_the_base(tmp_path: Path) -> None:
 def test_mistakes_name_key_value_and_remedy(config: str, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(config, overrides)
+
+
+def test_the_home_directory_in_an_override(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Shells leave it: a key with a dot is no assignment to them."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    words = [
+        "rollout.model.model_path=~/m",
+        "data.val_data_paths=[~/a.jsonl,'~/b c.jsonl']",
+        "agentloop.system_prompt='about ~/x'",
+    ]
+    settings = load(TINY, words).settings
+    assert settings.rollout.model.model_path == f"{tmp_path}/m"
+    assert settings.data.val_data_paths == [f"{tmp_path}/a.jsonl", f"{tmp_path}/b c.jsonl"]
+    assert settings.agentloop.system_prompt == "about ~/x"
 
 
 def test_unknown_keys_in_lists_of_sections_are_found() -> None:
