@@ -301,9 +301,10 @@ def nearest_keys(path: str) -> list[str]:
     def likeness(candidate: str) -> float:
         whole = difflib.SequenceMatcher(None, path, candidate).ratio()
         last = difflib.SequenceMatcher(None, path.rpartition(".")[2], candidate.rpartition(".")[2]).ratio()
-        return max(whole, 0.6 * last + 0.4 * whole) if "." in path else last
+        return max(whole, 0.6 * last + 0.4 * whole if "." in path else last)
 
-    ranked = sorted(dict.fromkeys(valid_keys()), key=likeness, reverse=True)  # of equal ones the first of the schema
+    keys = dict.fromkeys(valid_keys())
+    ranked = sorted(keys, key=lambda key: (likeness(key), key == path), reverse=True)  # of equal ones the first of the schema
     return [key for key in ranked[:3] if likeness(key) > 0.6]
 
 
