@@ -54,11 +54,12 @@ def _qwen3_coder(text: str, schemas: Sequence[ToolSchema]) -> list[ParsedCall]:
             continue
         close = text.find(CLOSE, body)
         inside = (text[body:] if close < 0 else text[body:close]).strip()
+        position = body  # behind a tag that is prose
         if close < 0 and "<function=".startswith(inside[:10]):
             calls.append(unclosed(CLOSE))
-        elif inside.startswith(("{", "<")) or (close >= 0 and not inside):
+        elif (inside.startswith(("{", "<")) and not inside.startswith(OPEN)) or (close >= 0 and not inside):
             calls.append(refused(CallStatus.BAD_SYNTAX, f"Tool call is not of the form {_XML_FORM}"))
-        position = close if close >= 0 else body  # else the tag is prose
+            position = max(body, close)
     if not calls and _BARE_FUNCTION.search(text):
         calls.append(refused(CallStatus.BAD_SYNTAX, f"Tool call lacks {OPEN} before <function=...>."))
     return calls
@@ -100,7 +101,7 @@ def _typed(text: str, spec: dict[str, Any]) -> Any:
 # --------------------------------------------------------------------------------- JSON: llama3 and mistral
 
 _PYTHON_TAG = "<|python_tag|>"
-_BARE_JSON = re.compile(r"""\s*\{\s*(?:["']type["']\s*:\s*["']function["']\s*,\s*)?["']?name["']?\s*:""")
+_BARE_JSON = re.compile(r"""\s*\[?\s*\{\s*(?:["']type["']\s*:\s*["']function["']\s*,\s*)?["']?(?:name|function)["']?\s*:""")
 _SEPARATOR = re.compile(r"\s*;?\s*")
 _TOOL_CALLS = "[TOOL_CALLS]"
 _NAMED_CALL = re.compile(r"\s*+([\w.-]++)(?:\s*+\[CALL_ID\]\s*+\w*+)?(?:\s*+\[ARGS\])?\s*+(?=\{)")
@@ -196,9 +197,13 @@ def _python_calls(text: str, schemas: Sequence[ToolSchema]) -> list[ParsedCall]:
         if isinstance(tree, ast.List):
             return [_python_call(element, schemas) for element in tree.elts]
     except SyntaxError as error:
+        where = f"in line {error.lineno}"
+        if error.msg.startswith("unterminated string") and (text.endswith("]") or (error.lineno or 1) <= text.count("\n")):
+            remedy = "inside it write \\n for a line end, \\' or \\\" for a quote"
+            return [refused(CallStatus.BAD_SYNTAX, f"Tool call has a string {where} that does not end; {remedy}.")]
         if "was never closed" in error.msg or "unterminated" in error.msg:
             return [unclosed("]")]
-        message = f"Tool call is not a Python list of calls: {error.msg} in line {error.lineno}; end the turn with the list."
+        message = f"Tool call is not a Python list of calls: {error.msg} {where}; end the turn with the list."
         return [refused(CallStatus.BAD_SYNTAX, message)]
     except (ValueError, RecursionError, MemoryError) as error:
         return [refused(CallStatus.BAD_SYNTAX, f"Tool call is not a Python list of calls: {error}.")]

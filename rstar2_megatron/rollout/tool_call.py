@@ -168,6 +168,8 @@ def _argument_problem(arguments: dict[str, Any], schema: ToolSchema) -> str:
         value, wanted = arguments[key], str(spec.get("type", "any"))  # JSON Schema also has lists of types
         if value is None and spec.get("nullable"):
             continue
+        if wanted == "integer" and isinstance(value, float) and value.is_integer():  # 3.0 is one in JSON Schema
+            continue
         wrong_bool = isinstance(value, bool) and wanted in JSON_TYPES and wanted != "boolean"
         if wrong_bool or not isinstance(value, JSON_TYPES.get(wanted, (object,))):
             return f'Argument "{key}" must be of type {wanted}, got {json_type(value)}.'

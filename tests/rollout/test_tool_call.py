@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rstar2_megatron.rollout.tool_call import CallStatus, parse_tool_calls
+from rstar2_megatron.rollout.tool_call import CallStatus, check_call, parse_tool_calls
 from rstar2_megatron.tools import STANDARD_IO, tool_schemas
 
 SCHEMAS = tool_schemas([STANDARD_IO])
@@ -105,6 +105,17 @@ def test_long_messages_are_cut_between_words(text: str) -> None:
         written = {word.strip("\"'.,") for word in f"{text} {' '.join(s['function']['name'] for s in known)}".split()}
         shown = parsed.message.removesuffix("...").removesuffix(".").split()[-1].strip("\"'.,")
         assert shown in written | {"string", "input"}, parsed.message
+
+
+def test_a_whole_number_with_a_point_is_an_integer() -> None:
+    """As in JSON Schema."""
+    form = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    schema = {"type": "function", "function": {"name": "f", "description": "", "parameters": form}}
+    assert [check_call("f", {"n": n}, [schema]).valid for n in (3, 3.0, 3.5, float("inf"), "3", True)] == [
+        True,
+        True,
+        *[False] * 4,
+    ]
 
 
 def test_types_of_json_schema_that_are_no_word() -> None:
