@@ -102,6 +102,7 @@ def _typed(text: str, spec: dict[str, Any]) -> Any:
 
 _PYTHON_TAG = "<|python_tag|>"
 _BARE_JSON = re.compile(r"""\s*\[?\s*\{\s*(?:["']type["']\s*:\s*["']function["']\s*,\s*)?["']?(?:name|function)["']?\s*:""")
+_TAG, _TAGGED_JSON = (re.compile(re.escape(_PYTHON_TAG) + before) for before in ("", r"(?=\s*\{)"))
 _SEPARATOR = re.compile(r"\s*;?\s*")
 _TOOL_CALLS = "[TOOL_CALLS]"
 _NAMED_CALL = re.compile(r"\s*+([\w.-]++)(?:\s*+\[CALL_ID\]\s*+\w*+)?(?:\s*+\[ARGS\])?\s*+(?=\{)")
@@ -112,10 +113,10 @@ def _llama3(text: str, schemas: Sequence[ToolSchema]) -> list[ParsedCall]:
 
     A member `"type": "function"` before the name is Llama 3.1's own habit.
     """
-    start = text.find(_PYTHON_TAG)
-    if start < 0 and not _BARE_JSON.match(text):
+    tag = _TAGGED_JSON.search(text) or _TAG.search(text)  # another tag is prose
+    if tag is None and not _BARE_JSON.match(text):
         return []
-    position = 0 if start < 0 else start + len(_PYTHON_TAG)
+    position = 0 if tag is None else tag.end()
     calls: list[ParsedCall] = []
     while position < len(text) or not calls:
         value, position = _json_at(text, position)
@@ -138,6 +139,10 @@ def _mistral(text: str, schemas: Sequence[ToolSchema]) -> list[ParsedCall]:
     while position >= 0:
         position += len(_TOOL_CALLS)
         named = _NAMED_CALL.match(text, position)
+        again = text.find(_TOOL_CALLS, position)
+        if again >= 0 and named is None and text[position:].lstrip()[:1] not in ("[", "{"):  # the mark is prose
+            position = again
+            continue
         value, position = _json_at(text, named.end() if named else position)
         if isinstance(value, ParsedCall):
             return [*calls, value]

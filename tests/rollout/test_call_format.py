@@ -44,6 +44,7 @@ def xml(name: str = "search", **values: str) -> str:
 OURS_ALONE = {
     '[TOOL_CALLS][{"name": "search", "arguments": {"query": "a"}}, {"name": "look", "arguments": {"query": "b"}}]',  # no blank
     '[TOOL_CALLS]search[CALL_ID]aB3456789[ARGS]{"query": "a"}',
+    'I use [TOOL_CALLS] here.[TOOL_CALLS]search[ARGS]{"query": "a"}',
     "[search(query='a, [b]', n=3, tags=('x',), exact=None)]",  # a tuple
     xml(query="s = '</parameter>'\n<tool_call>"),
 }
@@ -101,6 +102,12 @@ TABLE = [
     ("qwen3_coder", f"Between <tool_call> and </tool_call>: {xml(query='a')}", [(V, {"query": "a"})]),
     ("qwen3_coder", f"<tool_call>\n{xml(query='a')}", [(V, {"query": "a"})]),
     ("qwen3_coder", xml(query="<tool_call>") + " Between <tool_call> tags.", [(V, {"query": "<tool_call>"})]),
+    ("mistral", 'I use [TOOL_CALLS] here.[TOOL_CALLS]search[ARGS]{"query": "a"}', [(V, {"query": "a"})]),
+    (
+        "llama3",
+        'The tag <|python_tag|> begins it.<|python_tag|>{"name": "search", "parameters": {"query": "a"}}',
+        [(V, {"query": "a"})],
+    ),
     # ---------------------------------------------------------------- cut by the end of the turn
     ("qwen3_coder", "<tool_call>", [(UNCLOSED, "not closed with </tool_call>")]),
     ("qwen3_coder", "<tool_call>\n<func", [(UNCLOSED, "not closed with </tool_call>")]),
