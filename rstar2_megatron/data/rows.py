@@ -25,18 +25,16 @@ HUB = "hf:"
 _BATCH_ROWS = 1024  # of parquet decoded at a time
 _LONGEST_CELL = 1 << 27
 _PARQUET = b"PAR1"
-_FOREIGN = {  # by their first bytes
-    b"\x1f\x8b": "a gzip file; unpack it by gunzip",
-    b"BZh": "a bzip2 file; unpack it by bunzip2",
-    b"\xfd7zXZ": "an xz file; unpack it by unxz",
-    b"\x28\xb5\x2f\xfd": "a zstd file; unpack it by unzstd",
-    b"PK\x03\x04": "a zip or xlsx file; unpack it, or export the table as csv",
-    b"ARROW1": "an Arrow file; give the directory that datasets saved, or write it as parquet",
-    b"\xff\xff\xff\xff": "an Arrow stream; give the directory that datasets saved, or write it as parquet",
-    b"\xff\xfe": "UTF-16; convert it: iconv -f UTF-16 -t UTF-8",
-    b"\xfe\xff": "UTF-16; convert it: iconv -f UTF-16 -t UTF-8",
-    b"\x80\x04": "a pickle, which is not read; write the rows as jsonl or parquet",
-    b"version https://git-lfs": "a pointer of Git LFS and no data; git lfs pull in its directory fetches them",
+_FOREIGN: dict[str, bytes | tuple[bytes, ...]] = {  # what a file with these first bytes is, and what to do
+    "a gzip file; unpack it by gunzip": b"\x1f\x8b",
+    "a bzip2 file; unpack it by bunzip2": b"BZh",
+    "an xz file; unpack it by unxz": b"\xfd7zXZ",
+    "a zstd file; unpack it by unzstd": b"\x28\xb5\x2f\xfd",
+    "a zip or xlsx file; unpack it, or export the table as csv": b"PK\x03\x04",
+    "an Arrow file; give the directory that datasets saved, or write it as parquet": (b"ARROW1", b"\xff\xff\xff\xff"),
+    "UTF-16; convert it: iconv -f UTF-16 -t UTF-8": (b"\xff\xfe", b"\xfe\xff"),
+    "a pickle, which is not read; write the rows as jsonl or parquet": b"\x80\x04",
+    "a pointer of Git LFS and no data; git lfs pull in its directory fetches them": b"version https://git-lfs",
 }
 
 
@@ -135,8 +133,8 @@ def file_rows(path: Path, *, columns: Sequence[str] | None = None, skip: int = 0
     """
     with path.open("rb") as file:
         begin = file.read(64)
-    if foreign := [what for magic, what in _FOREIGN.items() if begin.startswith(magic)]:
-        raise DataError(f"{path} is {foreign[0]}")
+    if foreign := next((what for what, magic in _FOREIGN.items() if begin.startswith(magic)), ""):
+        raise DataError(f"{path} is {foreign}")
     if begin.startswith(_PARQUET) or path.suffix == ".parquet":
         rows = _parquet_rows(path, columns)
     elif path.suffix.lower() in _TABLES:

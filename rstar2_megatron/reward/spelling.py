@@ -85,6 +85,46 @@ _TOKEN = re.compile(
 )
 
 
+def _ascii(text: str) -> str:
+    return unicodedata.normalize("NFKC", text).replace("\u2212", "-")
+
+
+def _unwrapped(match: re.Match[str]) -> str:
+    upright, content = match.groups()
+    return " %s " % (re.sub(r"(?<![\\A-Za-z])[A-Za-z]+", UPRIGHT + r"\g<0>", content) if upright else content)
+
+
+def _repeating(match: re.Match[str]) -> str:
+    """The fraction of a repeating decimal: 0.1\\overline{6} is 1/6."""
+    whole, start, period = match[1], match[2], re.sub(r"\D", "", match[3])
+    value = Fraction(int(whole + start + period) - int(whole + start), 10 ** len(start) * (10 ** len(period) - 1))
+    return f" ({value}) "
+
+
+def _thousands(match: re.Match[str]) -> str:
+    """The number without separators. In brackets a comma parts elements, unless a group begins with 0, as no element does."""
+    before = match.string[: match.start()]
+    inside = sum(map(before.count, ("(", "[", "\\{"))) > sum(map(before.count, (")", "]", "\\}")))
+    return match.group() if match[1] == "," and inside and ",0" not in match.group() else re.sub(r"\D", "", match.group())
+
+
+def _angle(match: re.Match[str]) -> str:
+    degrees, minutes, seconds = (Fraction(part or 0) for part in match.groups())
+    return f" ({degrees + minutes / 60 + seconds / 3600}) \\deg "
+
+
+def _spelled(token: str) -> str:
+    bare = token.lstrip(UPRIGHT)
+    if bare.lower() in ("and", "or") or bare in _ALIASES:
+        return _ALIASES.get(bare, bare.lower())
+    if bare in FUNCTIONS:
+        return f"\\{bare}"
+    token = re.sub(r"\s", "", token)
+    if token.startswith("\\begin{array}"):
+        return "\\begin{array}"
+    return re.sub(rf"^({_ACCENT}|\S+_)(\w)$", r"\1{\2}", token)
+
+
 _Rules = Sequence[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]]
 # In this order. First characters and what only they spell, then LaTeX, then tokens with a space between them.
 _CHARACTERS_TO_TEX: _Rules = [
@@ -99,11 +139,11 @@ _CHARACTERS_TO_TEX: _Rules = [
 ]
 _IN_TEX: _Rules = [
     (_PRIMES, lambda m: (m[1] or "'").replace("\\prime", "'")),
-    (_REPEATING, lambda m: _repeating(m)),
-    (_THOUSANDS, lambda m: _thousands(m)),
+    (_REPEATING, _repeating),
+    (_THOUSANDS, _thousands),
     (_FORMATTING, " "),
     (_DEGREE, r"\\deg "),
-    (_ANGLE, lambda m: _angle(m)),
+    (_ANGLE, _angle),
 ]
 _IN_TOKENS: _Rules = [
     (_ALONE, r"\1"),
@@ -147,43 +187,3 @@ def _rewritten(text: str, rules: _Rules) -> str:
     for pattern, by in rules:
         text = pattern.sub(by, text)
     return text
-
-
-def _ascii(text: str) -> str:
-    return unicodedata.normalize("NFKC", text).replace("\u2212", "-")
-
-
-def _unwrapped(match: re.Match[str]) -> str:
-    upright, content = match.groups()
-    return " %s " % (re.sub(r"(?<![\\A-Za-z])[A-Za-z]+", UPRIGHT + r"\g<0>", content) if upright else content)
-
-
-def _repeating(match: re.Match[str]) -> str:
-    """The fraction of a repeating decimal: 0.1\\overline{6} is 1/6."""
-    whole, start, period = match[1], match[2], re.sub(r"\D", "", match[3])
-    value = Fraction(int(whole + start + period) - int(whole + start), 10 ** len(start) * (10 ** len(period) - 1))
-    return f" ({value}) "
-
-
-def _thousands(match: re.Match[str]) -> str:
-    """The number without separators. In brackets a comma parts elements, unless a group begins with 0, as no element does."""
-    before = match.string[: match.start()]
-    inside = sum(map(before.count, ("(", "[", "\\{"))) > sum(map(before.count, (")", "]", "\\}")))
-    return match.group() if match[1] == "," and inside and ",0" not in match.group() else re.sub(r"\D", "", match.group())
-
-
-def _angle(match: re.Match[str]) -> str:
-    degrees, minutes, seconds = (Fraction(part or 0) for part in match.groups())
-    return f" ({degrees + minutes / 60 + seconds / 3600}) \\deg "
-
-
-def _spelled(token: str) -> str:
-    bare = token.lstrip(UPRIGHT)
-    if bare.lower() in ("and", "or") or bare in _ALIASES:
-        return _ALIASES.get(bare, bare.lower())
-    if bare in FUNCTIONS:
-        return f"\\{bare}"
-    token = re.sub(r"\s", "", token)
-    if token.startswith("\\begin{array}"):
-        return "\\begin{array}"
-    return re.sub(rf"^({_ACCENT}|\S+_)(\w)$", r"\1{\2}", token)

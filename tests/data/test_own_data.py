@@ -188,7 +188,7 @@ def test_what_no_rows_can_be_read_from_is_named(tmp_path: Path, content: bytes, 
 def test_an_arrow_file_of_datasets(tmp_path: Path) -> None:
     datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
     (file,) = (tmp_path / "saved").glob("*.arrow")
-    with pytest.raises(DataError, match="is an Arrow stream; give the directory that datasets saved"):
+    with pytest.raises(DataError, match="is an Arrow file; give the directory that datasets saved"):
         read_problems([file], KEYS)
 
 
