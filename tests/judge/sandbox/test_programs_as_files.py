@@ -266,6 +266,7 @@ def test_where_a_program_differs_from_a_file(run: Run) -> None:
     assert (result["exit_code"], result["signal"]) == (1, None) and "KeyboardInterrupt" in result["stderr"]
     assert run("import sys\nclass A:\n    def __del__(self): print('gone')\nsys.mine = A()")["stdout"] == ""
     assert run("print('a line')\nimport os; os._exit(0)")["stdout"] == "a line\n"
+    assert run("import inspect; print('\\ud800', len(inspect.stack()) > 1)")["stdout"] == "\\ud800 True\n"
     assert "NameError" in run("__file__", options={"session": "without-a-file"})["stderr"]
 
 
