@@ -23,7 +23,6 @@ SUFFIXES = (".jsonl", ".json", ".parquet", *_TABLES)
 HUB = "hf:"
 """Begins the name of a set on the hub: `hf:OWNER/NAME[:CONFIG][:SPLIT][@REVISION]`."""
 _BATCH_ROWS = 1024  # of parquet decoded at a time
-_LONGEST_CELL = 1 << 27
 _PARQUET = b"PAR1"
 _FOREIGN: dict[str, bytes | tuple[bytes, ...]] = {  # what a file with these first bytes is, and what to do
     "a gzip file; unpack it by gunzip": b"\x1f\x8b",
@@ -148,7 +147,6 @@ def _table_rows(path: Path) -> Iterator[Row]:
     """Of columns that a comma, a semicolon or a tab parts: what the first line has most of."""
     text, head = tee(line for _, line in _text_lines(path))
     delimiter = max(",;\t", key=next(head, "").count)
-    csv.field_size_limit(_LONGEST_CELL)
     lines = csv.DictReader(text, strict=True, delimiter=delimiter, skipinitialspace=True)
     try:
         for number, values in enumerate(lines, 1):
@@ -156,7 +154,7 @@ def _table_rows(path: Path) -> Iterator[Row]:
                 raise DataError(f"{path} row {number}: {len(lines.fieldnames or [])} columns are named, the row has others")
             yield Row(f"{path} row {number}", values)
     except csv.Error as error:
-        raise DataError(f"{path}:{lines.line_num}: not a row of a table ({error})") from None
+        raise DataError(f"{path}:{lines.line_num}: not a row of a table ({error}); write the rows as jsonl") from None
 
 
 def _jsonl_rows(path: Path) -> Iterator[Row]:

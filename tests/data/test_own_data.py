@@ -148,7 +148,6 @@ TEXT = '{"question": "1+1?", "answer": "2"}\n'
         ("tabs.csv", b"question\tanswer\n1+1?\t2\n"),
         ("tabs.TSV", b"question\tanswer\n1+1?\t2\n"),
         ("spaces.csv", b'question, answer\n"1+1?", "2"\n'),
-        ("a long cell.csv", b"question,other,answer\n1+1?," + 200_000 * b"a" + b",2\n"),
     ],
 )
 def test_a_file_is_what_it_holds(tmp_path: Path, name: str, content: bytes) -> None:
@@ -196,6 +195,9 @@ def test_a_table_with_a_cell_too_many(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("question,answer\n1+1?,2,3\n")
     with pytest.raises(DataError, match=r"a.csv row 1: 2 columns are named, the row has others"):
         read_problems([tmp_path / "a.csv"], KEYS)
+    (tmp_path / "b.csv").write_text("question,answer\n" + 200_000 * "a" + ",2\n")
+    with pytest.raises(DataError, match=r"b.csv:2: not a row of a table \(field larger .*; write the rows as jsonl"):
+        read_problems([tmp_path / "b.csv"], KEYS)
 
 
 OWN = """
