@@ -154,7 +154,7 @@ def _table_rows(path: Path) -> Iterator[Row]:
                 raise DataError(f"{path} row {number}: {len(lines.fieldnames or [])} columns are named, the row has others")
             yield Row(f"{path} row {number}", values)
     except csv.Error as error:
-        raise DataError(f"{path}:{lines.line_num}: not a row of a table ({error}); write the rows as jsonl") from None
+        raise DataError(f"{path}:{lines.reader.line_num}: not a row of a table ({error}); write the rows as jsonl") from None
 
 
 def _jsonl_rows(path: Path) -> Iterator[Row]:
