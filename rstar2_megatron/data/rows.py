@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, tee
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -145,9 +145,10 @@ def file_rows(path: Path, *, columns: Sequence[str] | None = None, skip: int = 0
 
 def _table_rows(path: Path) -> Iterator[Row]:
     """Of columns that a comma, a semicolon or a tab parts: what the first line has most of."""
-    text, head = tee(line for _, line in _text_lines(path))
-    delimiter = max(",;\t", key=next(head, "").count)
-    lines = csv.DictReader(text, strict=True, delimiter=delimiter, skipinitialspace=True)
+    text = (line for _, line in _text_lines(path))
+    names = next(text, "")
+    delimiter = max(",;\t", key=names.count)
+    lines = csv.DictReader(chain([names], text), strict=True, delimiter=delimiter, skipinitialspace=True)
     try:
         for number, values in enumerate(lines, 1):
             if None in values or None in values.values():
