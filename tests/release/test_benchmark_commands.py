@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.release.benchmark_runs import output_of
 
+LIMIT_S = 900
 SECONDS = [
     "algorithm --groups 4 --group-size 4 --keep 2 --chars 400 --repeats 1",
     "grading --responses 32",
@@ -38,15 +37,8 @@ PRINTED = [  # without a file for the result
 ]
 
 
-def ended_well(words: str) -> str:
-    command = [sys.executable, "-m", f"benchmarks.{words.split()[0]}", *words.split()[1:]]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
-    return done.stdout
-
-
 def has_a_result(words: str, file: Path) -> None:
-    ended_well(f"{words} --out {file}")
+    output_of(*words.split(), "--out", str(file), timeout_s=LIMIT_S)
     written = json.loads(file.read_text())
     for row in written if isinstance(written, list) else [written]:
         assert row["command"].startswith(f"python -m benchmarks.{words.split()[0]} ") and row["time"], row
@@ -59,14 +51,14 @@ def test_a_short_one_writes_its_result(words: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.release
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(LIMIT_S)
 @pytest.mark.parametrize("words", LONGER)
 def test_a_longer_one_writes_its_result(words: str, memorised_model: Path, tmp_path: Path) -> None:
     has_a_result(words.format(place=tmp_path, model=memorised_model), tmp_path / "result.json")
 
 
 @pytest.mark.release
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(LIMIT_S)
 @pytest.mark.parametrize("words", PRINTED)
 def test_one_that_prints_alone_ends_well(words: str, tmp_path: Path) -> None:
-    assert ended_well(words.format(place=tmp_path))
+    assert output_of(*words.format(place=tmp_path).split(), timeout_s=LIMIT_S)

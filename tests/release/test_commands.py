@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import pytest
 import yaml
 
 from tests.e2e.runs import ROOT, ProgramRun, RunProcess, read_jsonl
+from tests.release.benchmark_runs import output_of
 
 PLACE = ROOT / "results" / "release"
 HOUR_S = 3600
@@ -112,28 +111,23 @@ def test_verl_beside_this_project() -> None:
 
 def measured(*words: str) -> dict[str, Any]:
     """The JSON line of a benchmark, which ended well."""
-    done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, timeout=3 * HOUR_S)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    line: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    line: dict[str, Any] = json.loads(output_of(*words, timeout_s=3 * HOUR_S).splitlines()[-1])
     return line
 
 
 def test_ten_minutes_of_calls_with_faults_lose_nothing() -> None:
     """Its exit code speaks for lost or wrong calls, memory, and what is left."""
-    assert measured("benchmarks.judge.soak", "--seconds", "600")["calls"] > 5_000
+    assert measured("judge.soak", "--seconds", "600")["calls"] > 5_000
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_kills_at_any_moment_end_no_run(mode: str) -> None:
     """Its exit code speaks for lost trajectories, the run's end, and what is left."""
-    command = [sys.executable, "-m", "benchmarks.faults", "--modes", mode, "--random", "16"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HOUR_S)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert done.stdout.count('"case": "kill"') == 16
+    assert output_of("faults", "--modes", mode, "--random", "16", timeout_s=HOUR_S).count('"case": "kill"') == 16
 
 
 def test_three_hundred_steps_leak_nothing() -> None:
-    found = measured("benchmarks.soak", "--steps", "300")
+    found = measured("soak", "--steps", "300")
     assert (found["steps"], found["exit_code"]) == (300, 0)
     assert not found["left_in_dev_shm"] and not found["left_in_tmpdir"]
     growth = {name: values[-1] for name, values in found["growth"].items()}  # a step, between the third and the last fifth
