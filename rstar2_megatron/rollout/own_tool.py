@@ -32,7 +32,7 @@ from rstar2_megatron.trajectory import Problem, ToolOutcome
 _PROBLEM = "problem"
 _NESTED = (list, dict, tuple, Union, UnionType)
 _PLAIN = (str, int, float, bool, dict, NoneType, Any, ...)
-_NAME = re.compile(r"[\w.-]+")  # in which every format of calls can write it
+_NAME = re.compile(r"[\w.-]+")  # OpenAI's, and the dots of a namespace
 _IDLE_S = 3600.0  # state of a trajectory that went on elsewhere is closed after this time
 
 
