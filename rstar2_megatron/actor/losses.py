@@ -133,7 +133,7 @@ def rl_metrics(steps: list[dict[str, float]], *, with_reference: bool, names: Se
     """Metrics of a training step from the reduced sums of its mini-batches: means over the tokens of all mini-batches.
 
     Differences between engine and actor are measured on the first mini-batch, before any update. with_reference: report
-    the KL term. names: values of the loss (`algorithm.loss.PolicyLoss`).
+    the KL term. names: of the loss's own values among the sums (`algorithm.loss.value_key`).
     """
     tokens = max(sum(s["tokens"] for s in steps), 1.0)
     first, first_tokens = steps[0], max(steps[0]["tokens"], 1.0)
@@ -158,7 +158,7 @@ def rl_metrics(steps: list[dict[str, float]], *, with_reference: bool, names: Se
         "actor/tis_ratio": first["tis_ratio"] / first_tokens,
         "actor/tis_ratio_max": first["tis_ratio_max"],
         "actor/tis_clip_fraction": first["tis_clipped"] / first_tokens,
-        **{f"actor/loss/{name}": mean(name) for name in names if name not in SUMS},
+        **{f"actor/{name}": mean(name) for name in names if name not in SUMS},
         **({"actor/reference_kl": mean("reference_kl")} if with_reference else {}),
         "actor/trained_tokens": tokens,
     }

@@ -67,6 +67,27 @@ def group_advantages(groups: Sequence[Sequence[float]], kind: str | UserCode = "
     return [row[: len(group)] for row, group in zip(advantages.tolist(), groups)]
 
 
+def check_own_advantage(code: UserCode) -> None:
+    """Try a function of the user's on a few rewards, some groups smaller than others and one of equal rewards.
+
+    Raises UserCodeError, also where what stands in places that are not valid decides the result.
+    """
+    function = resolve("algorithm.adv_type", code, ADVANTAGES, "rewards, valid")
+    rewards, valid = pad_rows([[1.0, 0.0, 0.5], [0.0, 1.0], [0.0, 0.0, 0.0]])
+    found = []
+    for padding in (0.0, 7.0):
+        padded = torch.where(valid, rewards, padding)
+        torch.manual_seed(0)
+        advantages = function(padded.clone(), valid.clone())
+        _check(advantages, padded, valid, f"algorithm.adv_type={code.label}")
+        found.append(torch.where(valid, advantages, 0.0))
+    for row in (found[0] != found[1]).any(1).nonzero().flatten().tolist():
+        raise UserCodeError(
+            f"algorithm.adv_type={code.label} returned {found[0][row].tolist()} and {found[1][row].tolist()} for the rewards "
+            f"{rewards[row].tolist()}, valid {valid[row].tolist()}, and other numbers where it is False; leave those places out"
+        )
+
+
 def _check(advantages: object, rewards: Tensor, valid: Tensor, shown: str) -> None:
     expected = f"a tensor [groups, G] of shape {tuple(rewards.shape)}"
     if not isinstance(advantages, Tensor):

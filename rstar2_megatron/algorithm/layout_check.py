@@ -6,6 +6,7 @@ Authors call it in a test of their own: `check_layouts(my_loss)`. The check befo
 from __future__ import annotations
 
 import functools
+import reprlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rstar2_megatron.algorithm.loss import POLICY_LOSSES, PolicyLoss, Tokens
+from rstar2_megatron.algorithm.loss import POLICY_LOSSES, PolicyLoss, Tokens, value_key
 from rstar2_megatron.extension.choice import resolve
 from rstar2_megatron.extension.user_code import UserCode, UserCodeError
 from rstar2_megatron.settings.schema import AlgorithmSettings
@@ -25,25 +26,36 @@ _PATIENCE_S = 20.0  # for a rank that calls `sequence_sum` less often than anoth
 
 
 def load_policy_loss(algorithm: AlgorithmSettings) -> tuple[PolicyLoss, list[str]]:
-    """(the loss, the names of its values). A loss of the user's is tried on a few tokens, and checked at every call.
+    """(the loss, the keys of its values among the sums). A loss of the user's is tried on a few tokens, and checked at every
+    call.
 
     Raises UserCodeError.
     """
-    loss = resolve(KEY, algorithm.policy_loss, POLICY_LOSSES, "tokens")
-    if isinstance(algorithm.policy_loss, UserCode):
-        loss = functools.partial(_checked, loss, f"{KEY}={algorithm.policy_loss.label}")
+    function = resolve(KEY, algorithm.policy_loss, POLICY_LOSSES, "tokens")
     batch = _trial(algorithm)
     batch["logprobs"].requires_grad_()
-    _, values = loss(_part(batch, algorithm, range(len(_LENGTHS)), torch.arange(sum(_LENGTHS))))
-    return loss, sorted(values)
+    trial = _part(batch, algorithm, range(len(_LENGTHS)), torch.arange(sum(_LENGTHS)))
+    if not isinstance(algorithm.policy_loss, UserCode):
+        return function, sorted(map(value_key, function(trial)[1]))
+    shown = f"{KEY}={algorithm.policy_loss.label}"
+    names = sorted(_checked(function, shown, None, trial)[1])
+    return functools.partial(_checked, function, shown, names), [value_key(name) for name in names]
 
 
-def _checked(loss: Callable[[Tokens], object], shown: str, tokens: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+def _checked(
+    loss: Callable[[Tokens], object], shown: str, names: list[str] | None, tokens: Tokens
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss and its values. names: those of another call, because a metric is a mean over all tokens; None: any."""
     found = loss(tokens)
     losses, values = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
     expected = f"a tensor [n] of shape {tuple(tokens.logprobs.shape)}"
-    if not isinstance(values, dict):
-        raise UserCodeError(f"{shown} returned a {type(values).__name__} as second value; return a dict of tensors [n]")
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        raise UserCodeError(f"{shown} returned {reprlib.repr(values)} as second value; return a dict of tensors [n] by name")
+    if names is not None and sorted(values) != names:
+        raise UserCodeError(
+            f"{shown} returned the values {sorted(values)}, in another micro-batch {names}; return all of them always, zeros "
+            "where a token has none"
+        )
     for name, tensor in {"": losses, **values}.items():
         what = f"{name!r}, " if name else ""
         if not isinstance(tensor, Tensor):
@@ -147,9 +159,13 @@ def _run(
         if failed := [error for one in running if (error := one.exception())]:  # the cause rather than what it broke
             raise min(failed, key=lambda error: isinstance(error, threading.BrokenBarrierError))
         found = [one.result() for one in running]
-        losses = losses.index_add(0, torch.cat(places), torch.cat([x[0] if isinstance(x, tuple) else x for x in found]))
+        own_losses = torch.cat([x[0] if isinstance(x, tuple) else x for x in found])
+        losses = losses.index_add(0, torch.cat(places), own_losses.to(losses.dtype))
     weights = torch.linspace(1.0, 2.0, len(losses), dtype=torch.float64)
-    (gradient,) = torch.autograd.grad((losses * weights).sum(), logprobs)
+    try:
+        (gradient,) = torch.autograd.grad((losses * weights).sum(), logprobs)
+    except RuntimeError as error:
+        raise ValueError(f"its gradient cannot be computed: {' '.join(str(error).split())}") from error
     return losses.detach(), gradient
 
 

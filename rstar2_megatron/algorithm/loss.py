@@ -181,6 +181,11 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {"clipped": clipped, "gspo": gspo, "gspo-
 """By their names in `algorithm.policy_loss`."""
 
 
+def value_key(name: str) -> str:
+    """The name of a loss's value among the sums of `policy_loss`, where a value may be called `ratio` or `tokens` too."""
+    return name if name in ("clipped", "dual_clipped") else f"loss/{name}"
+
+
 def policy_loss(
     tokens: Tokens,
     loss: PolicyLoss,
@@ -198,7 +203,7 @@ def policy_loss(
 
     Returns the loss (0-dim; zero with a gradient of zeros when nothing is trained) and detached 0-dim sums over the
     tokens, to be summed over micro-batches and ranks and divided by `tokens`: `tokens`, `ratio`, `approx_kl` (old - new, the
-    k1 estimate), `entropy`, `pg_loss` (before any weight), and the loss's own values.
+    k1 estimate), `entropy`, `pg_loss` (before any weight), and the loss's own values by `value_key`.
     Raises ValueError when the denominator is not positive.
     """
     if not denominator > 0:
@@ -219,6 +224,6 @@ def policy_loss(
             "approx_kl": (tokens.old_logprobs - tokens.logprobs).sum().float(),
             "pg_loss": token_loss.sum().float(),
             "entropy": tokens.entropy.sum().float(),
-            **{name: value.sum().float() for name, value in values.items()},
+            **{value_key(name): value.sum().float() for name, value in values.items()},
         }
     return objective.sum() / denominator, sums

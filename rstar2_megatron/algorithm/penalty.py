@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from numbers import Real
 
 from rstar2_megatron.algorithm.response_text import response_text
 from rstar2_megatron.extension.choice import resolve
@@ -92,7 +93,7 @@ def load_penalty(kind: str | UserCode) -> Callable[[Trajectory], Penalty]:
 
     def own(trajectory: Trajectory) -> Penalty:
         found = measure(trajectory)
-        penalty = Penalty(float(found), 0.0, 0) if isinstance(found, int | float) else found
+        penalty = Penalty(float(found), 0.0, 0) if isinstance(found, Real) else found
         if not isinstance(penalty, Penalty):
             raise UserCodeError(f"{key}={kind.label} returned a {type(found).__name__}; return a number or a Penalty")
         if not all(math.isfinite(part) and part >= 0 for part in (penalty.error, penalty.answer_format)):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import random
+import reprlib
 from collections.abc import Sequence
+
+import numpy as np
 
 from rstar2_megatron.algorithm.filters import FILTERS
 from rstar2_megatron.algorithm.roc import ResampleResult, resample_on_correct
@@ -41,7 +45,7 @@ class Selection:
             results = resample_on_correct(usable, sampling.down_sampling_config, seeds, wanted)
             for group, seed, result in zip(groups, seeds, results):
                 if self._rule and not result.rejected:
-                    result.keep(self._chosen(Group(group.problem, result.kept), seed))
+                    result.keep(self._chosen(Group(group.problem, list(result.kept)), seed))
         else:
             results = [ResampleResult(group, list(range(len(group)))) for group in usable]
             for result, stays in zip(results, wanted):
@@ -59,9 +63,9 @@ class Selection:
             for index, trajectory in enumerate(group.usable):
                 if wanted[index]:
                     answer = keep(group.problem, trajectory)
-                    if not isinstance(answer, bool):
+                    if not isinstance(answer, bool | np.bool_):
                         raise UserCodeError(f"{_FILTERS}={name} returned a {type(answer).__name__}; return True or False")
-                    wanted[index] = answer
+                    wanted[index] = bool(answer)
             counts[name] = counts.get(name, 0) + before - sum(wanted)
         return wanted
 
@@ -69,16 +73,20 @@ class Selection:
         """What the rule keeps of `group`, which holds its candidates alone."""
         assert self._rule is not None
         config, size = self._sampling.down_sampling_config, len(group.trajectories)
+        places = {id(trajectory): place for place, trajectory in enumerate(group.trajectories)}
         chosen = self._rule(group, config.down_sample_to_n, random.Random(seed))
-        shown = f"{_MODE}={config.mode}"
+        shown, said = f"{_MODE}={config.mode}", reprlib.repr(chosen)
         try:
-            indices = sorted({int(index) for index in chosen})
-        except (TypeError, ValueError):
-            raise UserCodeError(f"{shown} returned {chosen!r}; return a list of indices of group.trajectories") from None
+            given = chosen.tolist() if hasattr(chosen, "tolist") else list(chosen)
+            if any(isinstance(index, bool) for index in given):
+                raise TypeError("a mask")
+            indices = sorted({operator.index(index) for index in given})
+        except TypeError:
+            raise UserCodeError(f"{shown} returned {said}; return a list of indices of group.trajectories") from None
         if indices and (indices[0] < 0 or indices[-1] >= size):
-            raise UserCodeError(f"{shown} returned {chosen!r} for a group of {size}; indices count group.trajectories from 0")
+            raise UserCodeError(f"{shown} returned {said} for a group of {size}; indices count group.trajectories from 0")
         if len(indices) > config.down_sample_to_n:
             raise UserCodeError(
                 f"{shown} kept {len(indices)} trajectories, more than down_sample_to_n={config.down_sample_to_n}"
             )
-        return indices
+        return sorted(places[id(group.trajectories[index])] for index in indices)  # a rule may have sorted the group

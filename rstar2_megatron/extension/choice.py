@@ -64,7 +64,7 @@ def own_function(key: str, code: UserCode, parameters: str) -> Any:
     def called(*arguments: Any) -> Any:
         try:
             return function(*arguments)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise UserCodeError(f"{shown} failed: {code.blame(error)}") from error
 
     return called

@@ -253,7 +253,7 @@ def algorithm_code_problems(algorithm: AlgorithmSettings) -> Iterator[str]:
     if not any(True for _ in all_user_code(algorithm)):
         return
     # here, because torch takes seconds, which most runs need not wait for
-    from rstar2_megatron.algorithm.advantage import group_advantages
+    from rstar2_megatron.algorithm.advantage import check_own_advantage
     from rstar2_megatron.algorithm.layout_check import check_layouts, load_policy_loss
     from rstar2_megatron.algorithm.penalty import load_penalty
     from rstar2_megatron.algorithm.selection import Selection
@@ -261,16 +261,15 @@ def algorithm_code_problems(algorithm: AlgorithmSettings) -> Iterator[str]:
     try:
         Selection(algorithm)
         load_penalty(algorithm.down_sampling.down_sampling_config.penalty or "paper")
-        group_advantages([[1.0, 0.0, 0.5], [0.0, 1.0]], algorithm.adv_type)
+        if isinstance(algorithm.adv_type, UserCode):
+            check_own_advantage(algorithm.adv_type)
         loss, _ = load_policy_loss(algorithm)
+        if isinstance(algorithm.policy_loss, UserCode):
+            check_layouts(loss, algorithm)
     except UserCodeError as error:
         yield str(error)
-        return
-    if isinstance(algorithm.policy_loss, UserCode):
-        try:
-            check_layouts(loss, algorithm)
-        except ValueError as error:
-            yield f"algorithm.policy_loss={algorithm.policy_loss.label}: {error}"
+    except ValueError as error:
+        yield f"algorithm.policy_loss={algorithm.policy_loss}: {error}"
 
 
 def sampling_problems(settings: Settings) -> Iterator[str]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rstar2_megatron.algorithm.layout_check import check_layouts, load_policy_loss
-from rstar2_megatron.algorithm.loss import POLICY_LOSSES, Tokens
+from rstar2_megatron.algorithm.loss import POLICY_LOSSES, Tokens, policy_loss
 from rstar2_megatron.extension.user_code import UserCodeError
 from tests.algorithm.own import own
 from tests.algorithm.tokens import algorithm
@@ -77,7 +77,7 @@ def test_ranks_that_sum_unequally_often_are_found(monkeypatch: pytest.MonkeyPatc
 
 def test_an_own_loss_is_loaded_with_the_names_of_its_values(tmp_path: Path) -> None:
     loss, names = load_policy_loss(algorithm(policy_loss=own(tmp_path, SEQUENCE_RATIO)))
-    assert names == ["sequence_ratio"]
+    assert names == ["loss/sequence_ratio"]
     check_layouts(loss)
     _, names = load_policy_loss(algorithm())
     assert names == ["clipped", "dual_clipped"]
@@ -91,7 +91,9 @@ def test_an_own_loss_is_loaded_with_the_names_of_its_values(tmp_path: Path) -> N
         ("return -tokens.advantages", r"returned losses without a gradient; compute them from tokens.logprobs or tokens.ratio"),
         ("return tokens.logprobs * float('nan')", r"returned nan for a token of logprobs -\d.*, old_logprobs .*, advantages 1"),
         ("return tokens.ratio, {'a': tokens.ratio[1:]}", r"returned 'a', the shape \(16,\); return a tensor"),
-        ("return tokens.ratio, [1]", r"returned a list as second value; return a dict"),
+        ("return tokens.ratio, [1]", r"returned \[1\] as second value; return a dict of tensors \[n\] by name"),
+        ("return tokens.ratio, {1: tokens.ratio}", r"returned \{1: .* as second value; return a dict of tensors \[n\] by name"),
+        ("raise SystemExit(3)", r"failed: .*own.py:2, in f: SystemExit: 3"),
         ("return tokens.nothing", r"failed: .*own.py:2, in f: AttributeError: 'Tokens' object has no attribute 'nothing'"),
     ],
 )
@@ -99,6 +101,42 @@ def test_wrong_results_are_one_sentence(tmp_path: Path, body: str, said: str) ->
     with pytest.raises(UserCodeError, match=r"algorithm.policy_loss=own.py:f " + said) as refused:
         load_policy_loss(algorithm(policy_loss=own(tmp_path, f"def f(tokens):\n    {body}\n")))
     assert "\n" not in str(refused.value)
+
+
+def test_a_value_may_be_called_as_one_of_ours(tmp_path: Path) -> None:
+    """Metrics of the loss, and the number of tokens by which all means are divided, stay what they are."""
+    text = "def f(tokens):\n    return -tokens.ratio, {name: 0 * tokens.ratio + 5 for name in ('tokens', 'ratio', 'clipped')}"
+    loss, names = load_policy_loss(algorithm(policy_loss=own(tmp_path, text)))
+    logprobs = torch.zeros(3, requires_grad=True)
+    plain, whole = logprobs.detach(), torch.zeros(3, dtype=torch.long)
+    tokens = Tokens(logprobs, plain, plain, plain, plain, whole, whole, 1, algorithm())
+    _, sums = policy_loss(tokens, loss, denominator=1.0)
+    assert names == ["clipped", "loss/ratio", "loss/tokens"]
+    assert {name: float(sums[name]) for name in ("tokens", "ratio", *names)} == {
+        "tokens": 3, "ratio": 3, "clipped": 15, "loss/ratio": 15, "loss/tokens": 15,
+    }  # fmt: skip
+
+
+def test_values_that_only_some_microbatches_have_are_refused(tmp_path: Path) -> None:
+    text = "def f(tokens):\n    return -tokens.ratio, {'up': tokens.ratio} if (tokens.advantages > 0).any() else {}"
+    loss, _ = load_policy_loss(algorithm(policy_loss=own(tmp_path, text)))
+    with pytest.raises(UserCodeError, match=r"returned the values \[\], in another micro-batch \['up'\]; return all of them"):
+        check_layouts(loss)
+
+
+def test_a_loss_of_another_precision_passes() -> None:
+    check_layouts(lambda tokens: (-tokens.ratio.detach() * tokens.advantages * tokens.logprobs).float().double())
+    check_layouts(lambda tokens: (-tokens.ratio * tokens.advantages).float())
+
+
+def test_a_loss_that_goes_backward_itself_is_told() -> None:
+    def backward(tokens: Tokens) -> torch.Tensor:
+        loss = -tokens.ratio * tokens.advantages
+        loss.sum().backward()
+        return loss
+
+    with pytest.raises(ValueError, match="its gradient cannot be computed: Trying to backward through the graph a second time"):
+        check_layouts(backward)
 
 
 def test_a_rank_without_tokens_has_a_loss_with_a_gradient() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rstar2_megatron.algorithm.advantage import group_advantages
-from rstar2_megatron.algorithm.penalty import Penalty
+from rstar2_megatron.algorithm.advantage import check_own_advantage, group_advantages
+from rstar2_megatron.algorithm.penalty import Penalty, load_penalty
 from rstar2_megatron.algorithm.roc import Rejection, resample_on_correct
 from rstar2_megatron.algorithm.selection import Selection
 from rstar2_megatron.extension.user_code import UserCodeError
@@ -55,6 +55,29 @@ def test_an_own_advantage(tmp_path: Path) -> None:
 def test_wrong_advantages_are_one_sentence(tmp_path: Path, body: str, said: str) -> None:
     with pytest.raises(UserCodeError, match=r"algorithm.adv_type=own.py:f " + said):
         group_advantages([[1.0, 0.0]], own(tmp_path, f"def f(rewards, valid):\n    {body}"))
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("rewards - rewards.mean(1, keepdim=True)", r"for the rewards \[0.0, 1.0, 0.0\], valid \[True, True, False\], and"),
+        ("(rewards - 0.5) / rewards.std(1, keepdim=True)", r"\[-inf, -inf, -inf\] for the rewards \[0.0, 0.0, 0.0\]"),
+    ],
+)
+def test_what_is_not_valid_and_equal_rewards_are_tried_before_a_run(tmp_path: Path, body: str, said: str) -> None:
+    with pytest.raises(UserCodeError, match=r"algorithm.adv_type=own.py:f returned .*" + said):
+        check_own_advantage(own(tmp_path, f"def f(rewards, valid):\n    return {body}"))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return torch.where(valid, rewards - rewards[valid].mean(), 0.0)",  # over the whole batch
+        "rewards[~valid] = 0\n    return rewards + torch.rand_like(rewards)",  # in place, by chance
+    ],
+)
+def test_advantages_that_leave_out_what_is_not_valid_pass(tmp_path: Path, body: str) -> None:
+    check_own_advantage(own(tmp_path, f"import torch\ndef f(rewards, valid):\n    {body}"))
 
 
 def test_without_rules_of_the_users_it_is_resample_on_correct() -> None:
@@ -108,6 +131,9 @@ def test_an_own_rule_keeps_what_it_says(tmp_path: Path) -> None:
         trajectory_filters=[own(tmp_path, (tmp_path / "own.py").read_text(), "keep")],
     )
     assert [result.indices for result in filtered] == [[2]] * 4
+    in_place = "import numpy\ndef f(group, count, rng):\n    group.trajectories.reverse()\n    return numpy.array([0, 1])"
+    (last,) = select(groups[:1], mode=own(tmp_path, in_place))
+    assert last.indices == [4, 5] and [t.rollout_index for t in last.kept] == [4, 5]
     (none,) = select([group()], mode=own(tmp_path, "def f(group, count, rng): return []"))
     assert none.reason is Rejection.TOO_FEW and none.kept == []
 
@@ -118,6 +144,8 @@ def test_an_own_rule_keeps_what_it_says(tmp_path: Path) -> None:
         ("mode", "def f(group, count, rng): return [9]", r"returned \[9\] for a group of 6; indices count group.trajectories"),
         ("mode", "def f(group, count, rng): return range(5)", r"kept 5 trajectories, more than down_sample_to_n=4"),
         ("mode", "def f(group, count, rng): return None", r"returned None; return a list of indices"),
+        ("mode", "def f(group, count, rng): return [True, False]", r"returned \[True, False\]; return a list of indices"),
+        ("mode", "def f(group, count, rng): return [0.9]", r"returned \[0.9\]; return a list of indices"),
         ("mode", "def f(group): return [0]", r"is called by \(group, count, rng\): .*write def f\(group, count, rng\)"),
         ("penalty", "def f(trajectory): return -1", r"returned -1; a penalty is finite and at least 0"),
         ("penalty", "def f(trajectory): return 'x'", r"returned a str; return a number or a Penalty"),
@@ -129,6 +157,14 @@ def test_wrong_rules_are_one_sentence(tmp_path: Path, key: str, text: str, said:
     code = own(tmp_path, text)
     with pytest.raises(UserCodeError, match=said):
         select([group()], **{key: [code] if key == "trajectory_filters" else code})
+
+
+def test_numbers_and_truths_of_numpy_count(tmp_path: Path) -> None:
+    own_penalty = own(tmp_path, "import numpy\ndef f(trajectory): return numpy.float32(0.5)")
+    assert load_penalty(own_penalty)(group().trajectories[0]) == Penalty(0.5, 0.0, 0)
+    own_filter = own(tmp_path, "import numpy\ndef f(problem, trajectory): return numpy.float32(trajectory.rollout_index) < 4")
+    (result,) = select([group()], trajectory_filters=[own_filter])
+    assert result.filtered == {"f": 2}
 
 
 def test_an_own_penalty_decides_who_stays(tmp_path: Path) -> None:
