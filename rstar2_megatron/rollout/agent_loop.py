@@ -20,7 +20,7 @@ from rstar2_megatron.extension.user_code import UserCodeError
 from rstar2_megatron.records.trace import TRACE
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.conversation import Conversation, Conversations
-from rstar2_megatron.rollout.dialogue import Dialogue, Left
+from rstar2_megatron.rollout.dialogue import Dialogue, Left, finite_reward
 from rstar2_megatron.rollout.engine.client import EngineClient
 from rstar2_megatron.rollout.engine.protocol import INTERRUPTED, EngineError, EngineLost, GenerateResult, GenerationTimeout
 from rstar2_megatron.rollout.engine.seeds import request_seed
@@ -201,7 +201,8 @@ class Turns:
         except Left:
             if dialogue.failure is not None:
                 raise dialogue.failure from None
-        self.trajectory.environment_reward = dialogue.reward
+        reward, where = dialogue.reward, f"{conversation.label}: the loop"
+        self.trajectory.environment_reward = None if reward is None else finite_reward(reward, where)
         return dialogue.ending
 
     def degenerate_ending(self, calls: list[ParsedCall]) -> FinishReason | None:

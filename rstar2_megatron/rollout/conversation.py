@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
+import reprlib
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from rstar2_megatron.extension.user_code import UserCode, UserCodeError
-from rstar2_megatron.rollout.dialogue import Dialogue
+from rstar2_megatron.rollout.dialogue import Dialogue, finite_reward
 from rstar2_megatron.rollout.user_call import TookTooLong, call_user
 from rstar2_megatron.settings.schema import AgentLoopSettings
 from rstar2_megatron.trajectory import Problem
@@ -80,10 +82,10 @@ async def _play(user: _UsersCode, step: Callable[[str], Any], dialogue: Dialogue
 async def _own_loop(user: _UsersCode, loop: Callable[..., Awaitable[Any]], problem: Problem, dialogue: Dialogue) -> None:
     try:
         reward = await loop(problem, dialogue)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise user.failed(error) from error
     if reward is not None:
-        dialogue.reward = user.number(reward, "the loop")
+        dialogue.reward = reward
 
 
 @dataclass(frozen=True)
@@ -121,14 +123,10 @@ class _UsersCode:
             raise UserCodeError(f"{self.label}: {method} returned an observation of type {kind}, not a text")
         return value
 
-    def number(self, value: Any, method: str) -> float:
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            number = math.nan
-        if not math.isfinite(number):
-            raise UserCodeError(f"{self.label}: {method} gave the reward {value!r}, which is no finite number")
-        return number
+    def flag(self, value: Any, name: str) -> bool:
+        if not isinstance(value, bool | np.bool_):
+            raise UserCodeError(f"{self.label}: step returned {name}={reprlib.repr(value)}; it is True or False")
+        return bool(value)
 
 
 def _step(returned: Any, user: _UsersCode) -> tuple[Any, float, bool]:
@@ -138,8 +136,12 @@ def _step(returned: Any, user: _UsersCode) -> tuple[Any, float, bool]:
             f"{user.label}: step returned {type(returned).__name__}; it returns (observation, reward, done), "
             "(observation, reward, done, info), or Gymnasium's (observation, reward, terminated, truncated, info)"
         )
-    done = bool(returned[2]) or (len(returned) == 5 and bool(returned[3]))
-    return returned[0], user.number(returned[1], "step"), done
+    observation, reward, done = returned[0], finite_reward(returned[1], f"{user.label}: step"), user.flag(returned[2], "done")
+    if len(returned) == 5:
+        done |= user.flag(returned[3], "truncated")
+    elif len(returned) == 4 and not isinstance(returned[3], dict | None):
+        raise UserCodeError(f"{user.label}: step returned info={reprlib.repr(returned[3])}; it is a dict, or left out")
+    return observation, reward, done
 
 
 def _check_environment(code: UserCode, target: Any, settings: dict[str, Any]) -> None:

@@ -66,6 +66,11 @@ class Faulty:
         if self.how == "nan": return "", float("nan"), True
         if self.how == "bytes": return b"board", 0.0, False
         if self.how == "exit": raise SystemExit(1)
+        if self.how == "word": return "", 1.0, "False"
+        if self.how == "swapped": return "", True, 0.5
+        if self.how == "vector": return "", 1.0, __import__("numpy").array([True, False])
+        if self.how == "four": return "", 1.0, False, True
+        if self.how == "info": return "", 1.0, False, {"board": 1}, {}
 
 class NoStep:
     def reset(self, problem): ...
@@ -93,6 +98,15 @@ async def early(problem, dialogue): dialogue.append("hello")
 async def failing(problem, dialogue):
     await dialogue.generate()
     raise KeyError("score")
+async def leaving(problem, dialogue):
+    await dialogue.generate()
+    raise SystemExit(3)
+async def worded(problem, dialogue):
+    await dialogue.generate()
+    dialogue.finish("good")
+async def setting(problem, dialogue):
+    await dialogue.generate()
+    dialogue.reward = float("nan")
 def plain(problem, dialogue): ...
 async def endless(problem, dialogue):
     while True:
@@ -242,6 +256,11 @@ async def test_limits_end_a_loop_whatever_it_catches(tokenizer: Any, code: Any) 
         ("two", "UserCodeError", "step returned tuple; it returns (observation, reward, done)"),
         ("none", "UserCodeError", "step returned NoneType"),
         ("nan", "UserCodeError", "step gave the reward nan, which is no finite number"),
+        ("word", "UserCodeError", "step returned done='False'; it is True or False"),
+        ("swapped", "UserCodeError", "step returned done=0.5; it is True or False"),
+        ("vector", "UserCodeError", "step returned done=array([ True, False]); it is True or False"),
+        ("four", "UserCodeError", "step returned info=True; it is a dict, or left out"),
+        ("info", "UserCodeError", "step returned truncated={'board': 1}; it is True or False"),
         ("bytes", "UserCodeError", "returned an observation of type bytes, not a text"),
         ("exit", "SystemExit", "in step: SystemExit: 1"),
     ],
@@ -262,6 +281,9 @@ async def test_failures_of_an_environment_drop_with_the_reason(
         ("twice", "generate was called twice; append an answer"),
         ("early", "append answers a turn, and there is none yet"),
         ("failing", "in failing: KeyError: 'score'"),
+        ("leaving", "in leaving: SystemExit: 3"),
+        ("worded", "the loop gave the reward 'good', which is no finite number"),
+        ("setting", "the loop gave the reward nan, which is no finite number"),
     ],
 )
 async def test_wrong_loops_are_told(tokenizer: Any, code: Any, name: str, said: str) -> None:
