@@ -157,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--source", action="append", metavar="NAME[=PATH]", help=f"of {', '.join(SFT_SOURCES)}; default all, from the hub"
     )
     parser.add_argument("--scale", type=float, default=1.0, help="share of the paper's numbers (default 1)")
-    parser.add_argument("--count", nargs="+", default=[], metavar="NAME=N", help="another number for a source")
+    parser.add_argument("--count", nargs="+", action="extend", default=[], metavar="NAME=N", help="another number for a source")
     parser.add_argument("--max-chars", type=int, default=32_000, help="longer conversations are left out")
     return run_command(parser.parse_args(argv), _make, render_report)
 

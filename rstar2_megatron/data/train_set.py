@@ -197,7 +197,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", help="hub configuration of DAPO: en (default), cn, all")
     parser.add_argument("--split", help="hub split of OpenMathReasoning: cot (default), tir, additional_problems")
     parser.add_argument(
-        "--decontaminate", nargs="+", default=[], metavar="PATH", help="evaluation sets to keep out of training"
+        "--decontaminate",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="PATH",
+        help="evaluation sets to keep out of training",
     )
     parser.add_argument("--ngram", type=int, default=8, help="words in common that drop a problem (default 8)")
     parser.add_argument(

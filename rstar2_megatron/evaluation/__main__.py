@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -57,7 +58,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--max-tokens", type=int, help=f"response tokens, tool responses included ({MAX_TOKENS}, or the model's context)"
     )
     arguments = parse_words(parser, argv, ("samples", "max_turns", "max_tokens", "problems", "engines"))
-    if arguments.temperature < 0 or not 0 < arguments.top_p <= 1:
+    if not 0 <= arguments.temperature < math.inf or not 0 < arguments.top_p <= 1:
         parser.error(f"--temperature {arguments.temperature} and --top-p {arguments.top_p}: give >= 0 and (0, 1]")
     for word in arguments.overrides:
         if word.startswith(("evaluation.", "algorithm.sampling_params.", "agentloop.max_assistant_turns")):

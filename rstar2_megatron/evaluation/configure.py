@@ -34,13 +34,14 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 30 * 1024
 """The paper's response budget (arXiv 2508.20722, section 5)."""
+DATA = "files of problems: jsonl, json, parquet, csv, or hf:OWNER/NAME (docs/inputs.md)"
 
 
 def sampling_parser(prog: str | None, description: str | None, out: str) -> argparse.ArgumentParser:
     """A parser with --model, --data, --problems, --config, --engines, --out and overrides. out: the default of --out."""
     parser = argparse.ArgumentParser(prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, type=Path, metavar="DIR", help="Hugging Face directory, checkpoint or run")
-    parser.add_argument("--data", required=True, nargs="+", type=Path, metavar="FILE", help="jsonl of problems")
+    parser.add_argument("--data", required=True, nargs="+", action="extend", type=Path, metavar="FILE", help=DATA)
     parser.add_argument("--problems", type=int, help="only the first N problems of each file")
     parser.add_argument("--config", help="configuration when DIR is not in a run (base, with the format saved beside DIR)")
     parser.add_argument("--engines", type=int, help="engines (all GPUs / rollout.tensor_parallel_size; 1 without GPU)")
@@ -65,6 +66,8 @@ def parse_words(parser: argparse.ArgumentParser, argv: Sequence[str] | None, pos
         value = getattr(arguments, name)
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if arguments.out is not None and arguments.out.exists() and not arguments.out.is_dir():
+        parser.error(f"--out {arguments.out} is a file; name a directory")
     for word in arguments.overrides:
         if "=" not in word:
             parser.error(f"{word!r} is not an override; write key=value (data files follow --data)")

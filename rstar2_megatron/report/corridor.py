@@ -85,11 +85,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
-    parser.add_argument("--metrics", nargs="+", default=METRICS, metavar="WORD", help="as for report.curves")
+    parser.add_argument("--metrics", nargs="+", action="extend", metavar="WORD", help="as for report.curves")
     parser.add_argument("--width", type=float, default=4.0, help="standard deviations (4)")
     arguments = parser.parse_args(argv)
     try:
-        corridor = make_corridor(arguments.runs, arguments.metrics, arguments.width)
+        corridor = make_corridor(arguments.runs, arguments.metrics or METRICS, arguments.width)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -28,11 +28,12 @@ from rstar2_megatron.report.table import render_table
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="*", metavar="RUN", help="run directories or log files")
-    parser.add_argument("--verl", nargs="+", default=[], metavar="PATH", help="logs with verl's names")
+    parser.add_argument("--verl", nargs="+", action="extend", default=[], metavar="PATH", help="logs with verl's names")
     parser.add_argument("--arm", action="append", default=[], metavar="NAME=PATH,PATH", help="runs that are seeds of one arm")
     parser.add_argument(
         "--metrics",
         nargs="+",
+        action="extend",
         metavar="WORD",
         help=f"panels: {', '.join(PANELS)}, or any metric's name (default: {' '.join(DEFAULT_PANELS)})",
     )

@@ -24,6 +24,7 @@ Table = tuple[str, list[list[str]]]
 EVENT_FILE = "events.out.tfevents"
 TABLES = (".csv", ".tsv")
 LOG_SUFFIXES = (".jsonl", *TABLES, ".log", ".txt", ".wandb")
+_STEPS = ("step", "_step", "global_step")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _CONSOLE = re.compile(r"\bstep:\s*(\d+)\s+-\s+(.*)")
 _REPEATED = re.compile(r"\s*\[repeated \d+x across cluster\].*$")  # Ray's, behind a line
@@ -91,7 +92,7 @@ def read_jsonl(log: Log, path: Path) -> None:
                 row = json.loads(line)
             except (json.JSONDecodeError, RecursionError):
                 row = None
-            step = row.get("step", row.get("_step")) if isinstance(row, dict) else None
+            step = next((row[name] for name in _STEPS if name in row), None) if isinstance(row, dict) else None
             if isinstance(step, int | float) and float(step).is_integer():
                 _add_all(log, int(step), row["data"] if isinstance(row.get("data"), dict) else row)
             else:
@@ -102,7 +103,7 @@ def read_jsonl(log: Log, path: Path) -> None:
 def _add_all(log: Log, step: int, values: Mapping[str, Any]) -> None:
     """Add the numbers among the values, without wandb's own names (`_step`, ...). Our null and wandb's "NaN" are NaN."""
     for name, value in values.items():
-        if name == "step" or name.startswith("_") or isinstance(value, bool):
+        if name in _STEPS or name.startswith("_") or isinstance(value, bool):
             continue
         if value is None or isinstance(value, str):
             text = value or "nan"
@@ -141,7 +142,7 @@ def csv_runs(table: Table) -> list[str]:
 
 
 def _step_columns(names: Sequence[str]) -> list[str]:
-    return [name for name in names if name.strip().lower() in ("step", "_step", "global_step")]
+    return [name for name in names if name.strip().lower() in _STEPS]
 
 
 def _split_column(name: str) -> tuple[str, str]:

@@ -154,6 +154,25 @@ def test_results_of_a_run_lie_in_the_run(tmp_path: Path) -> None:
     assert default_out(tmp_path / "Qwen") == Path("evaluations/Qwen")
 
 
+def test_data_may_be_named_in_several_places() -> None:
+    assert parse(["--model", "m", "--data", "a", "b", "--data", "c"]).data == [Path("a"), Path("b"), Path("c")]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--temperature", "nan"], "--temperature nan and --top-p 1.0: give >= 0 and (0, 1]"),
+        (["--temperature", "inf"], "--temperature inf"),
+        (["--top-p", "nan"], "--top-p nan"),
+        (["--out", __file__], f"--out {__file__} is a file; name a directory"),
+    ],
+)
+def test_values_that_no_run_can_have_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--model", "m", "--data", "d", *words])
+    assert message in capsys.readouterr().err
+
+
 def test_sampling_keys_of_the_configuration_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(["--model", "m", "--data", "d", "evaluation.temperature=1"])

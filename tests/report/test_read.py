@@ -143,6 +143,12 @@ def test_runs_that_lie_together_are_not_mixed(tmp_path: Path) -> None:
     assert [log.label for log in read_logs(tmp_path / "verl")] == ["exp_s1", "exp_s2"]
 
 
+def test_rows_that_call_their_step_global_step(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(json.dumps({"global_step": step, "critic/rewards/mean": step / 10}) + "\n" for step in (1, 2)))
+    assert read_log(path, verl=True).series == {REWARD: {1: 0.1, 2: 0.2}}
+
+
 def test_a_resumed_wandb_run_is_one_run(tmp_path: Path) -> None:
     for part, steps in (("a", (1, 2)), ("b", (2, 3))):
         directory = tmp_path / f"offline-run-{part}-x1"
