@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from rstar2_megatron.data.problems import read_problems
+from rstar2_megatron.extension.user_code import all_user_code
 from rstar2_megatron.judge.client.service import JudgeServiceError
 from rstar2_megatron.runs.check import command
 from rstar2_megatron.runs.check.agent import NodeAgent
@@ -342,6 +344,25 @@ def test_checks_use_the_slots_of_the_placement() -> None:
 def test_the_engine_is_checked_where_the_run_places_it(name: str, words: list[str], slots: tuple[int, ...]) -> None:
     settings = load(name, words).settings
     assert first_engine(settings, Slots(8 * settings.cluster.num_nodes, 80.0)) == slots
+
+
+def test_the_checks_step_needs_none_of_the_users_problems(tmp_path: Path) -> None:
+    """Its own have no other columns, and a random model fills its token budget."""
+    code = tmp_path / "own.py"
+    code.write_text(
+        "def row(row): return {'prompt': row['story'], 'solutions': row['worked']}\n"
+        "def score(problem, trajectory): return problem.extra['level']\n"
+        "def rule(group, count, rng): return [group.problem.extra['first']]\n"
+        "class Game:\n    def reset(self, problem): ...\n    def step(self, text): ...\n"
+    )
+    words = [f"data.rows={code}:row", f"reward.function={code}:score", f"agentloop.environment={code}:Game"]
+    words += ["algorithm.trajectory_filters=[truncated]", f"algorithm.down_sampling.down_sampling_config.mode={code}:rule"]
+    own = context("rstar2-tiny-cpu", *words)
+    own.scratch = tmp_path
+    assert len(list(all_user_code(own.settings))) == 4
+    settings = whole_run.run_settings(own)
+    assert list(all_user_code(settings)) == [] and settings.algorithm.trajectory_filters == []
+    assert len(read_problems(settings.data.train_data_paths, settings.data)) == 64
 
 
 def test_a_run_on_the_wrong_device_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

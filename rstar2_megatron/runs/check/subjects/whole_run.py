@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any, get_args
 
+from rstar2_megatron.extension.user_code import UserCode
 from rstar2_megatron.runs.check.context import Context
 from rstar2_megatron.runs.check.result import Check, CheckFailed, CheckSkipped, Finding
 from rstar2_megatron.settings.planning.advice import changed
@@ -19,7 +20,11 @@ _PROMPT_TOKENS, _RESPONSE_TOKENS = 512, 256
 
 
 def run_settings(context: Context) -> Settings:
-    """The YAML on the thin model: its placement, layout and algorithm, one step of few, short trajectories."""
+    """The YAML on the thin model: its placement, layout, loss and advantages, one step of few, short trajectories.
+
+    What reads the user's problems, or leaves out what a random model generates, has no part in it: rows, reward, environment
+    and loop, filters, an own rule of resampling.
+    """
     settings, gpu = context.settings, context.device == "cuda"
     problems = context.scratch / "problems.jsonl"
     rows = [{"prompt": f"What is {n} + {n}?", "solutions": [str(2 * n)], "query_id": f"check-{n}"} for n in range(64)]
@@ -27,7 +32,10 @@ def run_settings(context: Context) -> Settings:
     response = min(settings.algorithm.sampling_params.max_new_tokens, _RESPONSE_TOKENS if gpu else 64)
     prompt = min(max(settings.data.max_prompt_length, 64), 2048 if gpu else _PROMPT_TOKENS)
     group_size = 8 if gpu else 4
-    sampling = "algorithm.down_sampling.down_sampling_config"
+    sampling, own_rule = (
+        "algorithm.down_sampling.down_sampling_config",
+        settings.algorithm.down_sampling.down_sampling_config.mode,
+    )
     changes: dict[str, Any] = {
         "runner.task_type": "reasoning",
         "runner.experiment_name": "run",
@@ -53,6 +61,14 @@ def run_settings(context: Context) -> Settings:
         f"{sampling}.min_zero_reward_trace_num": 0,
         f"{sampling}.min_non_zero_reward_trace_num": 0,
         f"{sampling}.down_sample_to_n": group_size // 2,
+        **({f"{sampling}.mode": "paper"} if isinstance(own_rule, UserCode) else {}),
+        "algorithm.trajectory_filters": [],
+        "agentloop.environment": None,
+        "agentloop.loop": None,
+        "reward.function": "math",
+        "reward.terms": [],
+        "reward.arguments": {},
+        "data.rows": None,
         "data.train_data_paths": [str(problems)],
         "data.val_data_paths": [],
         "data.prompt_key": "prompt",
