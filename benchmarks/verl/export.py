@@ -2,8 +2,9 @@
 
     bash examples/agent/rstar2/compare_with_verl.sh NAME [key=value ...] --export DIR
 
-DIR gets run_verl.sh, verl.yaml (verl 0.9.1), parquet files, the tool's and the reward's code, and differences.txt: every
-setting without counterpart. The logs of that run go to `python -m rstar2_megatron.report.curves RUN --verl DIR/logs`.
+DIR gets run_verl.sh, verl.yaml (verl 0.9.1), parquet files, the tool's code, the reward's, a function of yours in verl's form
+included, and differences.txt: every setting without counterpart. The logs of that run go to
+`python -m rstar2_megatron.report.curves RUN --verl DIR/logs`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from rstar2_megatron.extension.user_code import all_user_code
 from rstar2_megatron.model.tokenizer_files import OWN_TEMPLATE
 from rstar2_megatron.records.whole_file import write_json
 from rstar2_megatron.report.names import HELD_OUT
+from rstar2_megatron.reward.own import OwnReward, verl_columns
 from rstar2_megatron.rollout.chat import TURN_END, TURN_START, Wording, defuse
 from rstar2_megatron.settings.load import CONFIG_DIR
 from rstar2_megatron.settings.rlinf_keys import put
@@ -131,7 +133,7 @@ def differences(settings: Settings) -> Iterator[str]:
             f"on all {algorithm.group_size} rollouts and rejects no group. For plain GRPO on both sides, export and train "
             "with algorithm.down_sampling.do_down_sampling=False"
         )
-    for key, code in all_user_code(algorithm, "algorithm."):
+    for key, code in all_user_code(algorithm, "algorithm"):
         if "down_sampling" not in key:
             yield f"{key}={code}: not exported; verl has its own"
     if "released" in algorithm.loss_agg_func:
@@ -148,6 +150,11 @@ def differences(settings: Settings) -> Iterator[str]:
         yield "algorithm.overlong: not exported; verl's rewards are not punished for their length"
     if algorithm.turn_returns.discount is not None:
         yield "algorithm.turn_returns: verl has one advantage a trajectory"
+    for name in ("decoupled_loss", "mis_sequence", "mis_geometric", "icepop"):
+        if value := getattr(algorithm, name):
+            yield f"algorithm.{name}={value}: not exported; verl's rollout_correction has masks and weights of its own"
+    if algorithm.max_staleness:
+        yield f"algorithm.max_staleness={algorithm.max_staleness}: verl's trainer here waits for each step's rollouts"
     if algorithm.entropy_bonus_tokens is not None:
         yield "algorithm.entropy_bonus_tokens: verl's entropy_coeff is for every token"
     if agentloop.tool_noise:
@@ -238,16 +245,31 @@ def _row(problem: Problem, prefix: str) -> dict[str, Any]:
         "ability": problem.task,
         "agent_name": "tool_agent",
         "reward_model": {"style": "rule", "ground_truth": json.dumps(problem.solutions)},
-        "extra_info": {"index": problem.query_id},
+        "extra_info": {"index": problem.query_id, "row": json.dumps(verl_columns(problem), ensure_ascii=False)},
     }
 
 
+def _check(settings: Settings) -> None:
+    """Raises ValueError for code of the user's that verl's side cannot run."""
+    agentloop = settings.agentloop
+    if code := agentloop.environment or agentloop.loop:
+        key = "environment" if agentloop.environment else "loop"
+        raise ValueError(f"agentloop.{key}={code}: the export cannot give it to verl; write it as verl's own agent loop")
+    for key, code in all_user_code(settings.reward, "reward"):
+        if not OwnReward(code, settings.reward.arguments).is_verls:
+            raise ValueError(
+                f"{key}={code}: a trajectory of ours is not known to verl; write it as compute_score(data_source, "
+                "solution_str, ground_truth, extra_info), which runs on both sides (docs/extend.md)"
+            )
+
+
 def export(settings: Settings, directory: Path) -> list[str]:
-    """Write all files; returns the differences. Raises DataError for unreadable problems."""
+    """Write all files; returns the differences. Raises ValueError for what verl cannot run or problems that cannot be read."""
     # Here: pyarrow takes a second, which the rest of the room does not need.
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    _check(settings)
     directory = directory.resolve()
     directory.mkdir(parents=True, exist_ok=True)
     data = settings.data
@@ -257,6 +279,8 @@ def export(settings: Settings, directory: Path) -> list[str]:
         if name == "val":  # verl logs the mean of each data source, and none of all
             rows = [row | {"data_source": HELD_OUT} for row in rows]
         pq.write_table(pa.Table.from_pylist(rows), directory / f"{name}.parquet")
+    for _, code in all_user_code(settings.reward):
+        code.save(directory)
     for file in ("code_judge_tool.py", "reward.py"):
         shutil.copyfile(CODE / file, directory / file)
     write_json(directory / "grading.json", settings.reward.model_dump(mode="json"))

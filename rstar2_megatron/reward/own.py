@@ -42,11 +42,11 @@ class OwnReward:
             signature = inspect.signature(self.function)
         except (TypeError, ValueError) as error:
             raise UserCodeError(f"{code.label}: its parameters cannot be read: {error}") from None
-        self._is_verls = {"solution_str", "ground_truth"} <= set(signature.parameters)
+        self.is_verls = {"solution_str", "ground_truth"} <= set(signature.parameters)
         takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
         self._given = [name for name in _VERL if takes_all or name in signature.parameters]
         try:
-            if self._is_verls:
+            if self.is_verls:
                 signature.bind(**dict.fromkeys(self._given), **self.arguments)
             else:
                 signature.bind(None, None, **self.arguments)
@@ -59,9 +59,20 @@ class OwnReward:
 
     def __call__(self, problem: Problem, trajectory: Trajectory) -> Any:
         """What the function returns, or its awaitable."""
-        if not self._is_verls:
+        if not self.is_verls:
             return self.function(problem, trajectory, **self.arguments)
-        row = verl_arguments(problem, trajectory)
+        row = verl_columns(problem)
+        text = response_text(trajectory)
+        for token in _SPECIAL:
+            text = text.replace(token, "")
+        row["extra_info"]["num_turns"] = trajectory.num_turns
+        return self.call_as_verl(solution_str=text, **row)
+
+    def call_as_verl(self, **row: Any) -> Any:
+        """A call of a function of verl's form, with those of its four arguments that it takes.
+
+        `solution_str` is the whole response, tool texts included, without special tokens.
+        """
         return self.function(**{name: row[name] for name in self._given}, **self.arguments)
 
     def grade(self, returned: Any) -> Grade:
@@ -93,15 +104,11 @@ def _number(value: Any, name: str) -> float:
     return float(value)
 
 
-def verl_arguments(problem: Problem, trajectory: Trajectory) -> dict[str, Any]:
-    """The four arguments of verl's compute_score.
+def verl_columns(problem: Problem) -> dict[str, Any]:
+    """`data_source`, `ground_truth` and `extra_info` of verl's compute_score.
 
-    `solution_str` is the whole response, tool texts included, without special tokens. A row without verl's columns gives its
-    task, and its answer: the text when there is one, else the list.
+    A row without verl's columns gives its task, and its answer: the text when there is one, else the list.
     """
-    text = response_text(trajectory)
-    for token in _SPECIAL:
-        text = text.replace(token, "")
     model = problem.extra.get("reward_model")
     truth = model.get("ground_truth") if isinstance(model, Mapping) else None
     if truth is None:
@@ -109,7 +116,6 @@ def verl_arguments(problem: Problem, trajectory: Trajectory) -> dict[str, Any]:
     info = problem.extra.get("extra_info")
     return {
         "data_source": problem.extra.get("data_source", problem.task),
-        "solution_str": text,
         "ground_truth": truth,
-        "extra_info": {**(info if isinstance(info, Mapping) else {}), "num_turns": trajectory.num_turns},
+        "extra_info": dict(info) if isinstance(info, Mapping) else {},
     }

@@ -84,6 +84,33 @@ def test_the_files_name_each_other_and_every_difference(settings: Settings, tmp_
     assert shown.stdout.strip() == "[1.0, 0.0, 1.0, 0.0]", shown.stderr
 
 
+def test_rewards_of_verls_form_are_those_of_both_sides(tmp_path: Path) -> None:
+    """With the row's own columns, which verl's files hold otherwise; held-out problems keep their source too."""
+    code, data, out = tmp_path / "mine.py", tmp_path / "train.jsonl", tmp_path / "verl"
+    code.write_text(
+        "from helper import half\n"
+        "async def compute_score(data_source, solution_str, ground_truth, extra_info, scale=1.0):\n"
+        "    assert data_source == 'kk' and extra_info['level'] == 2 and extra_info['num_turns'] == 3\n"
+        "    return {'score': scale * half(ground_truth['target'] in solution_str), 'pred': 'x'}\n"
+    )
+    (tmp_path / "helper.py").write_text("def half(x): return x / 2\n")
+    row = {"prompt": PROBLEM.prompt, "data_source": "kk", "extra_info": {"level": 2}}
+    data.write_text(json.dumps(row | {"reward_model": {"ground_truth": {"target": "liar"}}}) + "\n")
+    terms = f"[{{name: math, function: math}}, {{name: mine, function: {code}:compute_score, weight: 0.5}}]"
+    words = [f"data.train_data_paths=[{data}]", f"reward.terms={terms}", "reward.arguments={scale: 8}"]
+    export(load(SIZE, words).settings, out)
+    code.unlink()
+    (held_out,) = pq.read_table(out / "val.parquet").to_pylist()
+    extra = held_out["extra_info"] | {"num_turns": 3}
+    text = "print(asyncio.run(reward.compute_score('held-out', 'the liar', {!r}, {!r})))"
+    script = "import asyncio, reward; " + text.format(held_out["reward_model"]["ground_truth"], extra)
+    path = os.pathsep.join([str(out), str(Path(__file__).parents[3])])
+    shown = subprocess.run(
+        [sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert shown.stdout.strip() == "2.0", shown.stderr
+
+
 @pytest.mark.parametrize("variant", list(VARIANTS))
 def test_what_verl_cannot_do_is_listed(variant: str) -> None:
     words = [f"algorithm.variant={variant}", "algorithm.kl_beta=0.1", "rollout.tail=cut"]
@@ -102,13 +129,15 @@ def test_variants_of_the_algorithm_that_verl_does_not_get_are_listed() -> None:
         "algorithm.entropy_bonus": 0.01,
         "algorithm.entropy_bonus_tokens": 8,
         "agentloop.tool_noise": 0.1,
+        "algorithm.max_staleness": 1,
+        "algorithm.icepop": "[0.5, 2.0]",
     }
     plain = list(differences(load(SIZE, []).settings))
     found = list(differences(load(SIZE, [f"{key}={value}" for key, value in words.items()]).settings))
     named = {line.split(":")[0].split("=")[0] for line in found if line not in plain}
     assert named == {
         *("algorithm.policy_loss", "algorithm.trajectory_filters", "algorithm.overlong", "algorithm.turn_returns"),
-        *("algorithm.entropy_bonus_tokens", "agentloop.tool_noise"),
+        *("algorithm.entropy_bonus_tokens", "agentloop.tool_noise", "algorithm.max_staleness", "algorithm.icepop"),
     }
 
 
@@ -142,6 +171,14 @@ def test_verls_own_configuration_takes_every_key(settings: Settings, tmp_path: P
             "agentloop.tools=[examples/extend/search_tool.py:search]",
             "names search_tool.py:search, which the export cannot give",
         ),
+        (
+            "reward.function=examples/extend/rewards.py:tool_use",
+            "rewards.py:tool_use: a trajectory of ours is not known to verl",
+        ),
+        (
+            "agentloop.environment=examples/extend/game.py:HigherLower",
+            "agentloop.environment=game.py:HigherLower: the export cannot give it",
+        ),
         ("agentloop.tool_call_format=llama3", "tool_call_format=llama3: the export sets verl to hermes calls"),
     ],
 )
@@ -151,7 +188,7 @@ def test_what_the_export_cannot_give_to_verl(tmp_path: Path, key: str, words: st
     data.write_text(json.dumps({"query_id": "p1", "prompt": PROBLEM.prompt, "solutions": PROBLEM.solutions}) + "\n")
     with pytest.raises(ValueError, match=words):
         export(load(SIZE, [f"data.train_data_paths=[{data}]", prompt, key]).settings, tmp_path / "verl")
-    assert not [*(tmp_path / "verl").iterdir()]
+    assert not [*tmp_path.glob("verl/*")]
 
 
 def leaves(node: dict, prefix: str = ""):
