@@ -1,31 +1,37 @@
-"""Tries a tool or a reward of yours without a model: its schema, calls with their times, and what failures look like.
+"""Tries a tool, a reward, an environment or a loop of yours without a model: calls with their times, and their failures.
 
     python -m rstar2_megatron.try_out my_tools.py:search --args '{"query": "x"}'
     python -m rstar2_megatron.try_out my_reward.py:score --args '{"response": "It is \\\\boxed{4}.", "solutions": ["4"]}'
+    python -m rstar2_megatron.try_out my_game.py:Game --args '{"response": "I say 3", "solutions": ["4"]}'
 
-Further `--args` are further calls, of a tool in the same trajectory. Exit code 1: a call failed by the code's fault; 2: it is
-neither a tool nor a reward.
+Further `--args` are further calls, of a tool in the same trajectory; of an environment or loop they are the model's next turns.
+Exit code 1: a call failed by the code's fault; 2: it is none of these.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import inspect
 import json
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any, NoReturn, cast
 
 from pydantic import ValidationError
 
-from rstar2_megatron.extension.user_code import FOLDERS, UserCode
+from rstar2_megatron.extension.user_code import FOLDERS, UserCode, UserCodeError
 from rstar2_megatron.reward.rewards import Rewards
+from rstar2_megatron.rollout.conversation import Conversations
+from rstar2_megatron.rollout.dialogue import Dialogue, Left, finite_reward
 from rstar2_megatron.rollout.own_tool import OwnTool
 from rstar2_megatron.rollout.stats import RolloutStats
+from rstar2_megatron.rollout.token_buffer import TokenBuffer
 from rstar2_megatron.rollout.tool import Judge
-from rstar2_megatron.rollout.tool_call import check_call
+from rstar2_megatron.rollout.tool_call import ParsedCall, check_call
 from rstar2_megatron.rollout.tool_runner import ToolRunner
 from rstar2_megatron.settings.load import users_path
 from rstar2_megatron.settings.schema import AgentLoopSettings, OwnToolSettings, RewardSettings
@@ -41,7 +47,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m rstar2_megatron.try_out", description=__doc__.partition("\n")[0])
     parser.add_argument("code", help="path/to/file.py:name or package.module:name")
     parser.add_argument("--args", type=_object, action="append", default=[], metavar="JSON", help="arguments of a call")
-    parser.add_argument("--settings", type=_object, default={}, metavar="JSON", help="a tool's `settings`, `reward.arguments`")
+    parser.add_argument(
+        "--settings",
+        type=_object,
+        default={},
+        metavar="JSON",
+        help="a tool's `settings`, `reward.arguments`, `agentloop.environment_settings`",
+    )
     parser.add_argument("--extra", type=_object, default={}, metavar="JSON", help="own columns of the problem")
     parser.add_argument("--timeout-s", type=float, default=30.0)
     words = parser.parse_args(argv)
@@ -52,6 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             limits = {"arguments": words.settings, "function_timeout_s": words.timeout_s}
             with Rewards(RewardSettings(function=code, **limits)) as rewards:
                 return asyncio.run(_try_reward(rewards, code, words.args, words.extra))
+        if kind := _is_conversation(code.load()):
+            limits = {"environment_timeout_s": words.timeout_s, "environment_settings": words.settings}
+            conversations = Conversations(AgentLoopSettings.model_validate({kind: code, **limits}))
+            return asyncio.run(_try_conversation(conversations, words.args, words.extra))
         read_as = " (read as a tool: a reward has the parameters problem and trajectory, or verl's)"
         settings = OwnToolSettings(use=code, settings=words.settings, timeout_s=words.timeout_s)
         tool = OwnTool(settings, AgentLoopSettings())
@@ -71,6 +87,64 @@ def _is_reward(code: Any) -> bool:
         return False
     types = [one.annotation for one in parameters.values()]
     return bool({"trajectory", "solution_str"} & parameters.keys()) or Trajectory in types or Trajectory.__name__ in types
+
+
+def _is_conversation(code: Any) -> str:
+    """environment, loop, or ""."""
+    if inspect.isclass(code) and hasattr(code, "reset") and hasattr(code, "step"):
+        return "environment"
+    return "loop" if inspect.iscoroutinefunction(code) and "dialogue" in inspect.signature(code).parameters else ""
+
+
+class _Turns:
+    """Turns that are given, in place of a model's (`rollout.dialogue.Turns`)."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self.trajectory = Trajectory("try_out", 0)
+        self.tokens = TokenBuffer(self.trajectory)
+        self.template: Any = SimpleNamespace(schemas=[], user_turn_ids=self._answer)
+        self.budget, self.max_turns, self.one_turn = sys.maxsize, len(texts), None
+        self._texts = texts
+        self._asked = time.perf_counter()
+
+    async def assistant_turn(self) -> str:
+        text = self._texts[self.trajectory.num_turns]
+        print(f"\nturn {json.dumps(text, ensure_ascii=False)}")
+        self.trajectory.assistant_texts.append(text)
+        self._asked = time.perf_counter()
+        return "stop"
+
+    def _answer(self, text: str) -> list[int]:
+        print(f"  in {1000 * (time.perf_counter() - self._asked):.1f} ms: {text}")
+        return [0]
+
+    async def run_tools(self, calls: list[ParsedCall]) -> NoReturn:
+        raise UserCodeError("try_out runs no tools for a loop; try them by themselves")
+
+    def degenerate_ending(self, calls: list[ParsedCall]) -> None: ...
+
+    def report_progress(self, more: int) -> None: ...
+
+
+async def _try_conversation(conversations: Conversations, calls: Sequence[dict[str, Any]], extra: dict[str, Any]) -> int:
+    solutions: list[str] = next((given["solutions"] for given in calls if "solutions" in given), [])
+    problem = Problem("try_out", [{"role": "user", "content": "(the problem)"}], solutions, extra=extra)
+    try:
+        conversation = await conversations.begin(problem, time.monotonic() + _DEADLINE_S)
+        print(conversation.problem.prompt[-1]["content"])
+        dialogue = Dialogue(_Turns([str(given.get("response", "")) for given in calls]), conversation.label)
+        with contextlib.suppress(Left):
+            await conversation.compose(dialogue)
+            dialogue.finish()
+        if dialogue.failure is not None:
+            raise dialogue.failure
+        reward = None if dialogue.reward is None else finite_reward(dialogue.reward, f"{conversation.label}: the loop")
+    except UserCodeError as error:
+        print(f"\nthe trajectory is dropped:\n    {error}")
+        return 1
+    over = dialogue.ending is FinishReason.ANSWERED
+    print(f"\n{'over' if over else 'not over: give the next turn by --args'}; reward {reward}")
+    return 0
 
 
 async def _try_reward(rewards: Rewards, code: UserCode, calls: Sequence[dict[str, Any]], extra: dict[str, Any]) -> int:

@@ -1,4 +1,4 @@
-"""`python -m rstar2_megatron.try_out`: a tool or a reward tried without a model."""
+"""`python -m rstar2_megatron.try_out`: a tool, a reward, an environment or a loop tried without a model."""
 
 from __future__ import annotations
 
@@ -66,6 +66,42 @@ def test_rewards_of_both_forms(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert f"dropped:\n    reward own.py:score failed: {path}:2, in score: KeyError: 'weight'" in capsys.readouterr().out
     assert main([f"{path}:score"]) == 2
     assert "cannot be called with (problem, trajectory)" in capsys.readouterr().err
+
+
+def test_an_environment_is_played_with_given_turns(capsys: pytest.CaptureFixture[str]) -> None:
+    game = [f"{ROOT}/examples/extend/game.py:HigherLower", "--settings", '{"guesses": 3}']
+    first = ["--args", '{"response": "I say 3", "solutions": ["7"]}']
+    assert main([*game, *first]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "You have 3 guesses." in out and "ms: higher\n" in out and "not over: give the next turn by --args; reward 0.0" in out
+    )
+    assert main([*game, *first, "--args", '{"response": "so 7"}']) == 0
+    assert "\nover; reward 1.0\n" in capsys.readouterr().out
+    assert main(game) == 1
+    assert "dropped:\n    game.py:HigherLower failed: " in capsys.readouterr().out
+    assert main([*game[:1], "--settings", '{"gusses": 3}']) == 2
+    assert "cannot be called with agentloop.environment_settings" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "said"),
+    [
+        ("await dialogue.generate()\n    return 0.5", 0, "over; reward 0.5"),
+        ("while await dialogue.generate() != 'b': dialogue.append('no')", 0, 'ms: no\n\nturn "b"\n\nover; reward None'),
+        ("await dialogue.generate()\n    await dialogue.generate()", 1, "own.py:f: generate was called twice"),
+        ("await dialogue.generate()\n    dialogue.finish('x')", 1, "own.py:f: the loop gave the reward 'x'"),
+        ("await dialogue.generate()\n    await dialogue.call_tool('t', {})", 1, "try_out runs no tools for a loop"),
+        ("await dialogue.generate()\n    return problem.extra['x']", 1, "own.py:3, in f: KeyError: 'x'"),
+    ],
+)
+def test_a_loop_gets_the_given_turns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], body: str, code: int, said: str
+) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(f"async def f(problem, dialogue):\n    {body}\n")
+    assert main([f"{path}:f", "--args", '{"response": "a"}', "--args", '{"response": "b"}']) == code
+    assert said in capsys.readouterr().out
 
 
 def test_what_is_no_json(capsys: pytest.CaptureFixture[str]) -> None:
