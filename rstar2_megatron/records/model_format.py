@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rstar2_megatron.extension.user_code import all_user_code
 from rstar2_megatron.records.whole_file import write_json
 from rstar2_megatron.settings.schema import Settings
 
@@ -17,7 +18,9 @@ _LIMITS = {"max_assistant_turns", "max_identical_calls", "max_malformed_turns"} 
 
 
 def write_format(model: Path, settings: Settings) -> None:
-    """Save the format beside the model of a run with these settings."""
+    """Save the format beside the model of a run with these settings, and the code of the user's that it names."""
+    for _, code in all_user_code(settings.agentloop):
+        code.save(model)
     agentloop = settings.agentloop.model_dump(mode="json", exclude=_LIMITS)
     write_json(model / FILE, {"agentloop": agentloop, "reward": {"mode": settings.reward.mode}})
 

@@ -10,7 +10,7 @@ import pytest
 from rstar2_megatron.evaluation.__main__ import configure, parse
 from rstar2_megatron.records.model_format import FILE, write_format
 from rstar2_megatron.settings.load import load
-from rstar2_megatron.settings.schema import AgentLoopSettings
+from rstar2_megatron.settings.schema import AgentLoopSettings, OwnToolSettings
 from tests.runs.inputs.models import CONFIG
 
 
@@ -34,3 +34,18 @@ def test_a_model_outside_its_run_has_its_format_beside_it(tmp_path: Path, capsys
     (model / FILE).write_text("{")
     with pytest.raises(ValueError, match="remove it, or give --config"):
         configure(parse(words))
+
+
+def test_own_tools_travel_with_the_model(tmp_path: Path) -> None:
+    """Also when their file has changed since, or is on another machine."""
+    trained, model, code = tmp_path / "trained", tmp_path / "moved", tmp_path / "mine.py"
+    trained.mkdir()
+    (trained / "config.json").write_text(json.dumps(CONFIG))
+    doc = "'''Look up.\\n\\n    Args:\\n        x: What.\\n    '''"
+    code.write_text(f"def find(x: str) -> str:\n    {doc}\n    return 'then'\n".replace("\\n", "\n"))
+    write_format(trained, load("rstar2-tiny-cpu", [f"agentloop.tools=[{code}:find]"]).settings)
+    code.write_text("def find(x): return 'now'\n")
+    trained.rename(model)
+    settings, _ = configure(parse(["--model", str(model), "--data", "problems.jsonl"]))
+    (tool,) = settings.agentloop.tools
+    assert isinstance(tool, OwnToolSettings) and tool.use.load()("x") == "then"
