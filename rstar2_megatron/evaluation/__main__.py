@@ -127,10 +127,12 @@ def render(parts: Mapping[str, Scores]) -> str:
     k = max((scores.k for scores in parts.values()), default=1)
     add("problems x attempts", lambda s: f"{s.num_problems} x {s.k}")
     add(f"avg@{k}", lambda s: str(s.average))
+    if any(not math.isclose(scores.reward, scores.average.value) for scores in parts.values()):
+        add("mean reward", lambda s: f"{s.reward:.3f}")
     for j in sorted({j for scores in parts.values() for j in scores.pass_at if j > 1}):
         add(f"pass@{j}", lambda s, j=j: str(s.pass_at[j]) if j in s.pass_at else "-")
     if k > 1:
-        add(f"majority@{k}", lambda s: str(s.majority))
+        add(f"majority@{k}", lambda s: "-" if s.majority is None else str(s.majority))
         add("deviation of a run's accuracy", lambda s: "-" if s.run_deviation is None else f"{100 * s.run_deviation:.1f}")
     for name, label, form in (
         ("tool_calls", "tool calls", "{:.2f}"),

@@ -15,7 +15,7 @@ from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.trajectory import Problem
 
-_OF_TASKS = ("average", "pass@", "majority@", "response_length", "tool_calls")
+_OF_TASKS = ("average", "reward", "pass@", "majority@", "response_length", "tool_calls")
 
 
 @dataclass

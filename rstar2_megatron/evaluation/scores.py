@@ -52,8 +52,12 @@ class Scores:
     """avg@k: mean over problems of the share of right attempts (pass@1)."""
     pass_at: dict[int, Estimate]
     """j -> unbiased estimate of the probability that one of j attempts is right; j = 1, 2, 4, ... and k."""
-    majority: Estimate
-    """majority@k: the most frequent answer is right; ties count by the share of right ones among them."""
+    majority: Estimate | None
+    """majority@k: the most frequent answer is right; ties count by the share of right ones among them. None: right attempts
+    name no answer, because a reward of the user's decides.
+    """
+    reward: float
+    """Mean over problems of the mean reward; avg@k where rewards are 0 and 1."""
     run_deviation: float | None
     """Standard deviation of the accuracy of the k runs; None for k = 1."""
     missing: int
@@ -67,8 +71,9 @@ class Scores:
         """Flat values for logs, named `average`, `pass@4`, `majority@8`, `tool_calls`, `response_length`, ..."""
         flat = {"average": self.average.value, "average_low": self.average.low, "average_high": self.average.high}
         flat |= {f"pass@{j}": estimate.value for j, estimate in self.pass_at.items() if j > 1}
-        if self.k > 1:
+        if self.k > 1 and self.majority is not None:
             flat[f"majority@{self.k}"] = self.majority.value
+        flat["reward"] = self.reward
         flat |= {"problems": self.num_problems, "samples": self.num_samples, "missing": self.missing}
         flat |= self.tools | self.lengths
         flat |= {f"finish/{name}": share for name, share in self.endings.items()}
@@ -102,7 +107,8 @@ def score(samples: Sequence[Sample], k: int, *, num_problems: int | None = None,
         k=k,
         average=estimate([right / n for n, right in counts]),
         pass_at=pass_at,
-        majority=estimate([majority(group, equal or same_answer) for group in groups]),
+        majority=estimate([majority(group, equal or same_answer) for group in groups]) if _can_vote(usable) else None,
+        reward=statistics.fmean(statistics.fmean(item.reward for item in group) for group in groups),
         run_deviation=_run_deviation(usable),
         missing=max(0, asked - len(usable)),
         tools=_tools(usable),
@@ -164,6 +170,11 @@ def answer_classes(votes: Iterable[V], equal: Equal) -> list[list[V]]:
             by_key[key] = members
         members.append(item)
     return [members for _, members in classes]
+
+
+def _can_vote(samples: Sequence[Sample]) -> bool:
+    """Whether attempts name answers. An attempt that is right without one was graded by something else than its answer."""
+    return any(item.answer is not None for item in samples) or not any(item.positive for item in samples)
 
 
 def majority(group: Sequence[Vote], equal: Equal) -> float:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
+import re
 import statistics
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rstar2_megatron.evaluation.__main__ import render
 from rstar2_megatron.evaluation.scores import estimate, majority, pass_at_j, same_answer, score, score_by, wilson
 from tests.evaluation.rows import attempt
 
@@ -38,6 +41,22 @@ def test_majority_counts_answers_that_mean_the_same() -> None:
     assert vote(("3", False), ("3.0", False), ("4", True)) == 0.0
     # 1/2 and 50% do not look alike, the grader says they are one
     assert vote(("50\\%", True), ("\\frac12", True), ("7", False), ("8", False)) == 1.0
+
+
+def test_rewards_of_the_users_have_a_mean_and_without_answers_no_majority() -> None:
+    """A vote of nobody would be 0, whatever the model can do."""
+    rows = [attempt("a", 0, None, True), attempt("a", 1, None, False), attempt("b", 0, None, True), attempt("b", 1, None, True)]
+    rewards = [dataclasses.replace(row, reward=reward) for row, reward in zip(rows, (2.5, -0.5, 0.5, 0.5), strict=True)]
+    scores = score(rewards, 2)
+    assert scores.majority is None and scores.reward == 0.75 and scores.average.value == 0.75
+    metrics = scores.metrics()
+    assert metrics["reward"] == 0.75 and not [name for name in metrics if name.startswith("majority")]
+    wrong = score([dataclasses.replace(row, positive=False, reward=0.0) for row in rows], 2)
+    assert wrong.majority is not None and wrong.majority.value == 0.0  # a model that answers nothing
+    higher = score([dataclasses.replace(row, reward=3.0) for row in rows], 2)
+    table = render({"games": higher})
+    assert re.search(r"mean reward +3\.000", table) and re.search(r"majority@2 +-", table)
+    assert "mean reward" not in render({"math": wrong})
 
 
 def test_majority_at_a_tie_is_the_share_of_right_winners() -> None:
