@@ -119,7 +119,7 @@ async def running_services(settings: SamplingSettings, problems: Sequence[Proble
     _check_prompts(template, problems, settings.max_context_tokens)
     logs.mkdir(parents=True, exist_ok=True)
     async with contextlib.AsyncExitStack() as stack:
-        service = CodeJudgeService(settings.codejudge, logs / "judge.log")
+        service = CodeJudgeService(settings.codejudge, logs / "judge.log", needed=settings.agentloop.needs_judge)
         stack.callback(service.stop)
         service.begin()
         engines = [_engine(settings, i, logs) for i in range(settings.num_engines)]

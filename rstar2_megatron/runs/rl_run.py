@@ -60,7 +60,10 @@ class RLRun(ClusterRun):
     def __init__(self, settings: Settings, signals: StopSignals) -> None:
         super().__init__(settings, signals)
         self.judge = CodeJudgeService(
-            settings.tools.codejudge, self.directory / "logs" / "judge.log", host=listening_address(settings.cluster.num_nodes)
+            settings.tools.codejudge,
+            self.directory / "logs" / "judge.log",
+            host=listening_address(settings.cluster.num_nodes),
+            needed=settings.agentloop.needs_judge,
         )
         self.files = RunFiles(self.directory, settings.runner)
         self.last_evaluation: tuple[int, Any] = (-1, None)
@@ -96,7 +99,7 @@ class RLRun(ClusterRun):
         data = settings.data
         self.cached_sft = find_cached(settings) if settings.cold_start.enabled else None
         model = str(self.cached_sft.model) if self.cached_sft else settings.rollout.model.model_path
-        self._say("starting the Code Judge, Ray and RLinf")
+        self._say(f"starting {'the Code Judge, ' if settings.agentloop.needs_judge else ''}Ray and RLinf")
         self._closing.append(self.judge.stop)
         self.judge.begin()
         self.cluster.start()
@@ -148,7 +151,8 @@ class RLRun(ClusterRun):
         kv_tokens = sum(f["kv_capacity_tokens"] for f in engine_figures)
         self._say(
             f"ready: {actor_figures['actor/parameters'] / 1e6:.2f} M parameters on {len(self.actor)} actor ranks, "
-            f"{len(self.rollout)} engines with {kv_tokens:.0f} KV tokens, {len(problems)} problems, judge at {judge_url}"
+            f"{len(self.rollout)} engines with {kv_tokens:.0f} KV tokens, {len(problems)} problems, "
+            + (f"judge at {judge_url}" if judge_url else "no tool that needs the Code Judge")
         )
 
     def _serve_metrics(self, port: int) -> None:

@@ -137,6 +137,7 @@ def test_an_environment_trains(cache: Path, first_run: Path, tmp_path: Path) -> 
     run = RunProcess(example("game", cache, tmp_path, *words), tmp_path / "run.log").start()
     assert run.wait(LIMIT_S) == 0, run.text()[-6000:]
     run.assert_nothing_left()
+    assert "no tool that needs the Code Judge" in run.text() and not (tmp_path / "game/logs/judge.log").exists()
     rows = read_jsonl(tmp_path / "game/metrics.jsonl")
     assert len(rows) == 2 and all(1 < row["rollout/num_turns"] <= 4 for row in rows)
     assert all(not row["rollout/dropped_infrastructure"] for row in rows)

@@ -291,6 +291,10 @@ def test_a_node_that_says_nothing_of_itself_fails(monkeypatch: pytest.MonkeyPatc
         nodes.close()
 
 
+def test_a_yaml_whose_tools_run_no_programs_needs_no_judge() -> None:
+    assert judge.judge(context("rstar2-tiny-cpu", "agentloop.tools=[]")).words == "no tool of this YAML runs programs"
+
+
 def test_a_loopback_judge_of_two_nodes_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     words = ["tools.codejudge.host_addr=127.0.0.1"]

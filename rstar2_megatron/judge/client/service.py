@@ -193,10 +193,13 @@ class JudgeService:
 
 
 class CodeJudgeService(JudgeService):
-    """Starts a judge, or checks that the one named in the settings answers."""
+    """Starts a judge, or checks that the one named in the settings answers. None of both where no tool needs it."""
 
-    def __init__(self, settings: CodeJudgeSettings, log_path: Path, host: str = "127.0.0.1") -> None:
-        """host: where our own listens. Beyond loopback it asks for JUDGE_TOKEN, which is made here if there is none."""
+    def __init__(self, settings: CodeJudgeSettings, log_path: Path, host: str = "127.0.0.1", *, needed: bool = True) -> None:
+        """host: where our own listens. Beyond loopback it asks for JUDGE_TOKEN, which is made here if there is none.
+
+        needed: `agentloop.needs_judge`; False: nothing is started, and the URL is "".
+        """
         super().__init__(
             host=host,
             port=settings.host_port or 0,
@@ -207,7 +210,7 @@ class CodeJudgeService(JudgeService):
             log_path=log_path,
         )
         self.settings = settings
-        self._host = host
+        self._host, self._needed = host, needed
         self._named_url = f"http://{settings.host_addr}:{settings.host_port or 8088}" if settings.host_addr is not None else ""
         if not self._named_url and not is_loopback(host):
             os.environ.setdefault("JUDGE_TOKEN", secrets.token_urlsafe(24))  # RLinf hands it to workers on all nodes
@@ -218,6 +221,8 @@ class CodeJudgeService(JudgeService):
         A judge, Redis or port named in the YAML is checked first, before Ray and the engines start.
         Raises JudgeServiceError, RedisUnavailable.
         """
+        if not self._needed:
+            return
         if self._named_url:
             self._wait_for_named()
             return
@@ -234,11 +239,13 @@ class CodeJudgeService(JudgeService):
         super().begin()
 
     def wait_ready(self) -> str:
+        if not self._needed:
+            return ""
         return self._named_url or super().wait_ready()
 
     def watch(self) -> None:
         """As `JudgeService.watch`. A judge that the YAML names is left alone."""
-        if not self._named_url:
+        if self._needed and not self._named_url:
             super().watch()
 
     def _wait_for_named(self) -> None:

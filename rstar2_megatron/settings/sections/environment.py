@@ -197,6 +197,11 @@ class AgentLoopSettings(Section):
     tool_descriptions: list[dict[str, Any]] | None = None
     """Function schemas, or the path of a JSON or YAML file with them, in place of the descriptions in tools.py."""
 
+    @property
+    def needs_judge(self) -> bool:
+        """Whether a tool is one of the built-in ones, which run programs at the Code Judge."""
+        return any(isinstance(tool, str) for tool in self.tools)
+
     @model_validator(mode="after")
     def _one_wording(self) -> AgentLoopSettings:
         pieces = {name: getattr(self, name) for name in ("system_prompt", "user_prefix", "generation_prefix")}

@@ -64,6 +64,8 @@ def judge(context: Context) -> Finding:
     problems = list(cluster_problems(context.settings))
     if problems:
         raise CheckFailed("; ".join(problems), remedy="see docs/multi_node.md")
+    if not context.settings.agentloop.needs_judge:
+        return Finding("no tool of this YAML runs programs", {})
     host = listening_address(context.settings.cluster.num_nodes)
     service = CodeJudgeService(context.settings.tools.codejudge, context.scratch / "judge.log", host=host)
     try:
