@@ -131,7 +131,8 @@ def _trajectory(row: Row, tokenizer: Any) -> dict[str, Any]:
     return {
         "index": row["rollout_index"],
         "kept": row.get("kept"),
-        "reward": row["reward"] or 0.0,
+        "right": row.get("positive", (row["reward"] or 0.0) > 0),  # absent in files of earlier versions
+        "reward": _reward(row),
         "grade": row["grade"] or "not graded",
         "answer": row.get("answer"),
         "ending": row["finish_reason"] or "none",
@@ -143,8 +144,19 @@ def _trajectory(row: Row, tokenizer: Any) -> dict[str, Any]:
     }
 
 
+def _reward(row: Row) -> str:
+    """The reward and its terms, where it is more than right or wrong."""
+    reward, terms = row["reward"] or 0.0, row.get("reward_terms") or {}
+    if reward in (0.0, 1.0) and len(terms) < 2:
+        return ""
+    return f"; reward {reward:.3g}" + (
+        f" ({', '.join(f'{name} {value:.3g}' for name, value in terms.items())})" if terms else ""
+    )
+
+
 def _parts(row: Row, tokenizer: Any) -> Iterator[dict[str, Any]]:
-    """Turns with the tool calls that follow each."""
+    """Turns with the tool calls that follow each, and what an environment or loop of the user's answered."""
+    answers = row.get("observations") or []
     shaded = shaded_turns(row, tokenizer) if tokenizer is not None else None
     calls = map(tool_call, row["tool_calls"])
     counts = row.get("calls_per_turn") or [1] * len(row["tool_calls"])  # rows of earlier versions do not say
@@ -154,6 +166,8 @@ def _parts(row: Row, tokenizer: Any) -> Iterator[dict[str, Any]]:
             turn["pieces"] = shaded[number]
         yield turn
         yield from islice(calls, *counts[number : number + 1] or [0])
+        if answer := "".join(answers[number : number + 1]):
+            yield {"kind": "observation", "response": answer}
     yield from calls
 
 

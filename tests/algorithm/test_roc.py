@@ -109,6 +109,17 @@ def test_response_text_follows_how_the_trajectory_ended() -> None:
     assert response_text(header_only).endswith("<|im_start|>assistant\n<reason>")
 
 
+def test_response_text_has_what_an_environment_answered() -> None:
+    """verl's reward functions read it as solution_str; a turn is answered by tools or by the environment."""
+    t = trajectory(0.0, [OK])
+    t.assistant_texts, t.observations, t.calls_per_turn = ["3", "call", "4"], ["higher", ""], [0, 1]
+    header = "<|im_end|>\n<|im_start|>assistant\n<reason>"
+    assert response_text(t) == (
+        f"3<|im_end|><|im_start|>user\nhigher{header}call<|im_end|><|im_start|>user\n<tool_response>\n42\n</tool_response>{header}"
+        "4<|im_end|>"
+    )
+
+
 # ---------------------------------------------------------------------------------- released selection
 
 

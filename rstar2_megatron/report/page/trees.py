@@ -86,12 +86,13 @@ def _node(node: Row) -> Row:
 def tool_call(call: Row) -> Row:
     """A tool call of a row as the page shows it."""
     arguments = call.get("arguments") or {}
+    others = {name: value for name, value in arguments.items() if name not in ("code", "input")}
     return {
         "kind": "tool",
         "name": call["name"],
         "outcome": call["outcome"],
         "seconds": round(call["seconds"], 3),
-        "code": str(arguments.get("code") or ""),
+        "code": str(arguments.get("code") or "") + (json.dumps(others, ensure_ascii=False) if others else ""),
         "input": str(arguments.get("input") or ""),
         "response": call["response"] if "response" in call else call["response_text"],
     }
@@ -105,7 +106,8 @@ def _leaf(index: int, leaf: Row, nodes: Sequence[Row], chosen: bool) -> Row:
     return {
         "index": index,
         "kept": chosen or None,
-        "reward": step["reward"] or 0.0,
+        "right": (step["reward"] or 0.0) > 0,
+        "reward": "",
         "grade": "not graded" if step["reward"] is None else "correct" if step["reward"] else "wrong",
         "answer": step["answer"],
         "ending": step["ending"],
