@@ -123,8 +123,12 @@ def run(problems: Sequence[Problem], sampling: SamplingSettings, search: SearchS
     with GraderPool(1, sampling.reward.timeout_s) as grader:
         budget = _read(search.mode, problems, out).tokens if compare else None
         rows = [result for plan in planned for result in _results(plan, problems, out, grader, budget)]
+    own = sampling.agentloop.environment or sampling.agentloop.loop
     for plan in planned:
         if plan.settings.mode == "mcts" and plan.settings.guide != "scores":
+            if own is not None:
+                print(f"no rows for SFT: what {own} answers is in the tokens of the trees alone")
+                continue
             written = write_conversations(problems, sampling, out / f"{plan.name}.jsonl", out / f"{plan.name}.sft.jsonl")
             print(f"{written} right solutions for SFT in {out / f'{plan.name}.sft.jsonl'}")
     text = render(rows, len(problems))

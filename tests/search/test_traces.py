@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rstar2_megatron.extension.user_code import UserCode
 from rstar2_megatron.reward.rewards import Rewards
+from rstar2_megatron.search.__main__ import run
 from rstar2_megatron.search.expand import Expander
 from rstar2_megatron.search.mcts import MCTS
+from rstar2_megatron.search.session import Plan
 from rstar2_megatron.search.step import Step
 from rstar2_megatron.search.traces import best_right, conversation
 from rstar2_megatron.search.tree import Node
 from rstar2_megatron.search.values import Values
-from rstar2_megatron.settings.schema import RewardSettings, SearchSettings
-from rstar2_megatron.trajectory import ToolCall, ToolOutcome
+from rstar2_megatron.settings.schema import AgentLoopSettings, RewardSettings, SearchSettings
+from rstar2_megatron.trajectory import Problem, ToolCall, ToolOutcome
+from tests.e2e.runs import ROOT
 from tests.rollout.written import ANSWER, PROBLEM, call, make_loop
 from tests.search.scripted import drive, finished, name, settings
+from tests.search.written_trees import PROMPT, write_trees
 
 
 def test_two_right_solutions_of_the_highest_mean_q() -> None:
@@ -44,3 +55,23 @@ async def test_a_conversation_renders_to_the_paths_tokens(tokenizer) -> None:
     text = "".join(text for text, _ in segments)
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert ids == [*loop.template.prompt_ids(PROBLEM), *first.ids, *last.ids]
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_no_rows_are_written_where_an_environment_answers(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], own: bool
+) -> None:
+    """The tree file is there already; its steps have the texts of the turns, not those of the answers."""
+    environment = UserCode(reference=f"{ROOT}/examples/extend/game.py:HigherLower") if own else None
+    model = SimpleNamespace(model_path=tokenizer.name_or_path)
+    sampling: Any = SimpleNamespace(
+        agentloop=AgentLoopSettings(environment=environment), rollout=SimpleNamespace(model=model), reward=RewardSettings()
+    )
+    write_trees(tmp_path / "mcts.jsonl", tokenizer)
+    problems = [Problem(f"q{i}", [{"role": "user", "content": PROMPT}], ["17"]) for i in range(4)]
+    searching = SearchSettings(guide="answers")
+    done = lambda *_, **__: ([Plan("mcts", searching)], {})  # noqa: E731
+    monkeypatch.setattr("rstar2_megatron.search.session.search_problems", done)
+    assert run(problems, sampling, searching, tmp_path, compare=False) == 0
+    assert (tmp_path / "mcts.sft.jsonl").exists() is not own
+    assert ("no rows for SFT: what game.py:HigherLower answers" in capsys.readouterr().out) is own
