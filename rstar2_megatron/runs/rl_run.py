@@ -152,7 +152,7 @@ class RLRun(ClusterRun):
         self._say(
             f"ready: {actor_figures['actor/parameters'] / 1e6:.2f} M parameters on {len(self.actor)} actor ranks, "
             f"{len(self.rollout)} engines with {kv_tokens:.0f} KV tokens, {len(problems)} problems, "
-            + (f"judge at {judge_url}" if judge_url else "no tool that needs the Code Judge")
+            + (f"judge at {judge_url}" if settings.agentloop.needs_judge else "no tool that needs the Code Judge")
         )
 
     def _serve_metrics(self, port: int) -> None:

@@ -192,13 +192,16 @@ class JudgeService:
         self.stop()
 
 
+_NO_JUDGE = "http://none.invalid"  # a client has an address, also one that makes no call
+
+
 class CodeJudgeService(JudgeService):
     """Starts a judge, or checks that the one named in the settings answers. None of both where no tool needs it."""
 
     def __init__(self, settings: CodeJudgeSettings, log_path: Path, host: str = "127.0.0.1", *, needed: bool = True) -> None:
         """host: where our own listens. Beyond loopback it asks for JUDGE_TOKEN, which is made here if there is none.
 
-        needed: `agentloop.needs_judge`; False: nothing is started, and the URL is "".
+        needed: `agentloop.needs_judge`; False: nothing is started, and the URL is that of no host.
         """
         super().__init__(
             host=host,
@@ -240,7 +243,7 @@ class CodeJudgeService(JudgeService):
 
     def wait_ready(self) -> str:
         if not self._needed:
-            return ""
+            return _NO_JUDGE
         return self._named_url or super().wait_ready()
 
     def watch(self) -> None:
