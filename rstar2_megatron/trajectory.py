@@ -182,6 +182,7 @@ class Trajectory(PerToken):
     version_spans: list[VersionSpan] = field(default_factory=list)
     assistant_texts: list[str] = field(default_factory=list)  # one per assistant turn, decoded, for parsing
     tool_calls: list[ToolCall] = field(default_factory=list)
+    opening: str = ""  # what an environment added to the prompt
     observations: list[str] = field(default_factory=list)  # of an environment or own loop by turn; "": tools answered
     environment_reward: float | None = None  # the sum of an environment's rewards, or what an own loop set
     calls_per_turn: list[int] = field(default_factory=list)  # how many of `tool_calls` each turn made

@@ -32,6 +32,7 @@ def trajectory_row(problem: Problem, t: Trajectory) -> dict[str, Any]:
             for call in t.tool_calls
         ],
         "calls_per_turn": t.calls_per_turn,
+        **({"opening": t.opening} if t.opening else {}),
         **({"observations": t.observations} if t.observations else {}),
         "finish_reason": t.finish_reason.value if t.finish_reason else None,
         "reward": t.reward,

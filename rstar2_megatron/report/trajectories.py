@@ -155,8 +155,10 @@ def _reward(row: Row) -> str:
 
 
 def _parts(row: Row, tokenizer: Any) -> Iterator[dict[str, Any]]:
-    """Turns with the tool calls that follow each, and what an environment or loop of the user's answered."""
+    """Turns with the tool calls that follow each, and what an environment or loop of the user's said."""
     answers = row.get("observations") or []
+    if opening := row.get("opening"):
+        yield {"kind": "observation", "response": opening}
     shaded = shaded_turns(row, tokenizer) if tokenizer is not None else None
     calls = map(tool_call, row["tool_calls"])
     counts = row.get("calls_per_turn") or [1] * len(row["tool_calls"])  # rows of earlier versions do not say

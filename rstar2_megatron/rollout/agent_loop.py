@@ -123,6 +123,7 @@ class AgentLoop:
         try:
             deadline = started + self.timeout_s - trajectory.seconds
             conversation = await self.conversations.begin(problem, deadline)
+            trajectory.opening = conversation.opening
             if not len(trajectory.prompt_ids):
                 trajectory.prompt_ids = np.array(self.template.prompt_ids(conversation.problem), np.int32)
             self.tools.expect(trajectory)

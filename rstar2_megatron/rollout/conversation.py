@@ -27,6 +27,7 @@ class Conversation:
     compose: Callable[[Dialogue], Awaitable[None]]
     """Returns, or leaves the dialogue, when the conversation is over. Raises UserCodeError."""
     label: str = ""  # of the user's code
+    opening: str = ""  # what the environment added to the prompt
 
 
 class Conversations:
@@ -52,12 +53,13 @@ class Conversations:
         observation = await user.call(environment.reset, problem)
         if isinstance(observation, tuple):  # Gymnasium's (observation, info)
             observation = observation[0]
-        if observation is not None and (words := user.text(observation, "reset")):
+        words = "" if observation is None else user.text(observation, "reset")
+        if words:
             prompt = [dict(message) for message in problem.prompt]
             last = max(i for i, message in enumerate(prompt) if message["role"] == "user")
             prompt[last]["content"] += f"\n\n{words}"
             problem = replace(problem, prompt=prompt)
-        return Conversation(problem, functools.partial(_play, user, environment.step), user.label)
+        return Conversation(problem, functools.partial(_play, user, environment.step), user.label, words)
 
 
 async def _call_tools(dialogue: Dialogue) -> None:

@@ -145,6 +145,7 @@ def test_an_environment_trains(cache: Path, first_run: Path, tmp_path: Path) -> 
     assert {t["reward"] for t in trajectories} <= {0.0, 1.0} and trajectories
     for t in trajectories:
         assert set(t.get("observations", [])) <= {"higher", "lower", "no number"} and t["positive"] == (t["reward"] == 1)
+        assert t["opening"] == "You have 4 guesses."
         # A turn that the token budget cut off is not played.
         turns = t["turns"][:-1] if t["finish_reason"] == "length_limit" else t["turns"]
         guesses = [int(numbers[-1][:6]) for turn in turns if (numbers := re.findall(r"\d+", turn))]

@@ -191,18 +191,25 @@ def test_what_is_the_users_own_is_shown(run: Path, tmp_path: Path) -> None:
     """Answers of an environment, arguments of another tool, real-valued rewards, and who counts as right."""
     row = read_rows(run)[0]
     call = row["tool_calls"][0] | {"name": "search", "arguments": {"query": "x", "limit": 2}}
-    row |= {"turns": ["3", "5", "4"], "tool_calls": [call], "calls_per_turn": [0, 1], "observations": ["higher"]}
+    row |= {
+        "turns": ["3", "5", "4"],
+        "tool_calls": [call],
+        "calls_per_turn": [0, 1],
+        "observations": ["higher"],
+        "opening": "Guess.",
+    }
     row |= {"reward": 0.25, "positive": False, "reward_terms": {"near": 0.5, "short": 0}}
     path = tmp_path / "trajectories.jsonl"
     path.write_text(json.dumps(row) + "\n")
     (shown,) = build_page(path, read_index(path)[0]).groups[0]["trajectories"]
-    assert [part["kind"] for part in shown["parts"]] == ["turn", "observation", "turn", "tool", "turn"]
-    assert shown["parts"][1]["response"] == "higher" and shown["parts"][3]["code"] == '{"query": "x", "limit": 2}'
+    assert [part["kind"] for part in shown["parts"]] == ["observation", "turn", "observation", "turn", "tool", "turn"]
+    assert [shown["parts"][place]["response"] for place in (0, 2)] == ["Guess.", "higher"]
+    assert shown["parts"][4]["code"] == '{"query": "x", "limit": 2}'
     assert (shown["right"], shown["reward"]) == (False, "; reward 0.25 (near 0.5, short 0)")
     if find_chromium():
         assert main([str(path)]) == 0
         drawn = document(path.with_name("trajectories.html"), f"#open=0-{row['rollout_index']}", tmp_path)
-        assert "answered by the environment" in drawn and ">higher</pre>" in drawn and "; reward 0.25 (near" in drawn
+        assert "from the environment" in drawn and ">higher</pre>" in drawn and "; reward 0.25 (near" in drawn
         assert "0 of 1 right" in drawn
     path.write_text(json.dumps(row | {"reward": 1.0, "positive": True, "reward_terms": {"score": 1.0}}) + "\n")
     (shown,) = build_page(path, read_index(path)[0]).groups[0]["trajectories"]

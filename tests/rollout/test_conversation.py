@@ -159,6 +159,7 @@ async def test_an_environment_answers_turns_token_for_token(tokenizer: Any, code
     ]
     assert (t.finish_reason, t.environment_reward) == (FinishReason.ANSWERED, pytest.approx(0.8))
     assert t.observations == ["step 1: higher", "step 2: lower"] and t.calls_per_turn == [0, 0]
+    assert t.opening == "Guess a number for q."
     seen = written(loop).seen
     assert seen[2] == [*t.prompt_ids, *t.response_ids[: len(seen[2]) - len(t.prompt_ids)]], "the engine got what is trained on"
     with Rewards(RewardSettings(function="environment")) as rewards:
