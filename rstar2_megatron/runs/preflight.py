@@ -470,7 +470,10 @@ def data_problems(settings: Settings, later: Collection[str] = ()) -> tuple[list
             absent.append(f"data.{key}: {error}")
             continue
         except DataError as error:
-            wrong.append(f"data.{key}: {error}")
+            also = ""
+            if key == "val_data_paths" and (data.rows or (data.prompt_key, data.answer_key) != ("prompt", "solutions")):
+                also = "; data.rows and the names of columns are for held-out files too: give some of this form, or none by []"
+            wrong.append(f"data.{key}: {error}{also}")
             continue
         if settings.reward.has_math and (note := worked_note(problems, more_than=0.5)):
             wrong.append(f"data.{key}: {note}")

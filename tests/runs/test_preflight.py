@@ -196,6 +196,17 @@ def test_a_row_without_solutions_is_named_by_file_and_line(model: Path, data: Pa
             check_before_start(tiny(model, data), dry_run=dry_run)
 
 
+def test_own_rows_are_for_held_out_files_too(model: Path, data: Path, tmp_path: Path) -> None:
+    code, held_out = tmp_path / "mine.py", tmp_path / "held_out.jsonl"
+    code.write_text("def row(row):\n    return {'prompt': row.get('story') or row['prompt'], 'solutions': row['solutions']}\n")
+    held_out.write_text(json.dumps({"problem": "x", "solutions": "1"}) + "\n")
+    words = (f"data.rows={code}:row", f"data.val_data_paths=[{held_out}]")
+    with pytest.raises(
+        ConfigError, match=r"in row: KeyError: 'prompt'; data.rows and .* are for held-out files too: give some"
+    ):
+        check_before_start(tiny(model, data, *words))
+
+
 def test_a_dry_run_reads_the_rows_of_sft(model: Path, data: Path, tmp_path: Path) -> None:
     path, said = tmp_path / "sft.jsonl", {"role": "user", "content": "hi"}
     settings = tiny(model, data, "runner.task_type=sft", f"sft.train_data_paths=[{path}]")
