@@ -203,6 +203,8 @@ class Turns:
             if dialogue.failure is not None:
                 raise dialogue.failure from None
         reward, where = dialogue.reward, f"{conversation.label}: the loop"
+        if reward is None and conversation.label and dialogue.ending not in (None, FinishReason.ANSWERED):
+            reward = 0.0  # a limit ended the loop before it had earned anything
         self.trajectory.environment_reward = None if reward is None else finite_reward(reward, where)
         return dialogue.ending
 

@@ -244,7 +244,7 @@ async def test_limits_end_a_loop_whatever_it_catches(tokenizer: Any, code: Any) 
     assert t.finish_reason in (FinishReason.TOOL_RESPONSE_TOO_LONG, FinishReason.LENGTH_LIMIT)
     assert len(t.response_ids) <= 150
     t, _ = await run(tokenizer, [("more " * 400, "length")], loop=code("checked"), max_new_tokens=100)
-    assert (t.finish_reason, t.environment_reward) == (FinishReason.LENGTH_LIMIT, None)
+    assert (t.finish_reason, t.environment_reward) == (FinishReason.LENGTH_LIMIT, 0.0)  # not dropped: it earned nothing
 
 
 @pytest.mark.parametrize(
