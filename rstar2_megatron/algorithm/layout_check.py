@@ -45,13 +45,16 @@ def load_policy_loss(algorithm: AlgorithmSettings) -> tuple[PolicyLoss, list[str
 def _checked(
     loss: Callable[[Tokens], object], shown: str, names: list[str] | None, tokens: Tokens
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss and its values. names: those of another call, because a metric is a mean over all tokens; None: any."""
+    """The loss and its values. names: those of another call, because a metric is a mean over all tokens; None: any.
+
+    A rank without tokens may leave the values out.
+    """
     found = loss(tokens)
     losses, values = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
     expected = f"a tensor [n] of shape {tuple(tokens.logprobs.shape)}"
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
         raise UserCodeError(f"{shown} returned {reprlib.repr(values)} as second value; return a dict of tensors [n] by name")
-    if names is not None and sorted(values) != names:
+    if names is not None and sorted(values) != names and len(tokens.logprobs):
         raise UserCodeError(
             f"{shown} returned the values {sorted(values)}, in another micro-batch {names}; return all of them always, zeros "
             "where a token has none"

@@ -124,6 +124,13 @@ def test_values_that_only_some_microbatches_have_are_refused(tmp_path: Path) -> 
         check_layouts(loss)
 
 
+def test_a_rank_without_tokens_may_leave_values_out(tmp_path: Path) -> None:
+    text = "def f(tokens):\n    return (-tokens.ratio, {'up': tokens.ratio}) if len(tokens.ratio) else tokens.ratio"
+    loss, names = load_policy_loss(algorithm(policy_loss=own(tmp_path, text)))
+    check_layouts(loss)
+    assert names == ["loss/up"]
+
+
 def test_a_loss_of_another_precision_passes() -> None:
     check_layouts(lambda tokens: (-tokens.ratio.detach() * tokens.advantages * tokens.logprobs).float().double())
     check_layouts(lambda tokens: (-tokens.ratio * tokens.advantages).float())
