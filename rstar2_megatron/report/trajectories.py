@@ -149,9 +149,8 @@ def _reward(row: Row) -> str:
     reward, terms = row["reward"] or 0.0, row.get("reward_terms") or {}
     if reward in (0.0, 1.0) and len(terms) < 2:
         return ""
-    return f"; reward {reward:.3g}" + (
-        f" ({', '.join(f'{name} {value:.3g}' for name, value in terms.items())})" if terms else ""
-    )
+    parts = ", ".join(f"{name} {value:.3g}" for name, value in terms.items())
+    return f"; reward {reward:.3g}" + (f" ({parts})" if parts else "")
 
 
 def _parts(row: Row, tokenizer: Any) -> Iterator[dict[str, Any]]:

@@ -32,10 +32,8 @@ def run_settings(context: Context) -> Settings:
     response = min(settings.algorithm.sampling_params.max_new_tokens, _RESPONSE_TOKENS if gpu else 64)
     prompt = min(max(settings.data.max_prompt_length, 64), 2048 if gpu else _PROMPT_TOKENS)
     group_size = 8 if gpu else 4
-    sampling, own_rule = (
-        "algorithm.down_sampling.down_sampling_config",
-        settings.algorithm.down_sampling.down_sampling_config.mode,
-    )
+    sampling = "algorithm.down_sampling.down_sampling_config"
+    has_own_rule = isinstance(settings.algorithm.down_sampling.down_sampling_config.mode, UserCode)
     changes: dict[str, Any] = {
         "runner.task_type": "reasoning",
         "runner.experiment_name": "run",
@@ -61,7 +59,7 @@ def run_settings(context: Context) -> Settings:
         f"{sampling}.min_zero_reward_trace_num": 0,
         f"{sampling}.min_non_zero_reward_trace_num": 0,
         f"{sampling}.down_sample_to_n": group_size // 2,
-        **({f"{sampling}.mode": "paper"} if isinstance(own_rule, UserCode) else {}),
+        **({f"{sampling}.mode": "paper"} if has_own_rule else {}),
         "algorithm.trajectory_filters": [],
         "agentloop.environment": None,
         "agentloop.loop": None,
