@@ -70,7 +70,7 @@ class OwnTool(LimitedTool):
             kind = "class without __call__" if self.has_session else type(target).__name__
             raise UserCodeError(f"{label} is a {kind}; a tool is a function, or a class with __call__")
         if not _NAME.fullmatch(name):
-            raise UserCodeError(f"{label} has the name {name!r}; a tool's name is of letters, digits and _")
+            raise UserCodeError(f"{label} has the name {name!r}; a tool's name is of letters, digits, _, - and .")
         try:
             inspect.signature(target).bind(**given) if self.has_session else inspect.signature(target).bind_partial(**given)
         except (TypeError, ValueError) as error:

@@ -120,7 +120,7 @@ class ToolRunner:
         except Malformed as error:
             outcome, text = ToolOutcome.MALFORMED, format_refusal(str(error))
         except ToolError as error:
-            outcome, text = ToolOutcome.ERROR, format_refusal(str(error))
+            outcome, text = ToolOutcome.ERROR, format_refusal(str(error) or "the tool gave no reason")
         except TookTooLong as error:
             outcome, text = ToolOutcome.TIMEOUT, format_refusal(str(error))
         except UserCodeError as error:

@@ -40,6 +40,8 @@ def search(query: str, limit: int = 2, kind: Optional[str] = None) -> list[str]:
     '''
     if not query:
         raise ToolError("the query is empty; write some words")
+    if query == "refuse":
+        raise ToolError
     if query == "break":
         return {}["key"]
     if query == "leave":
@@ -126,6 +128,7 @@ async def test_a_function_is_a_tool(tokenizer, tmp_path: Path) -> None:
         ({"query": "a", "limit": 1, "kind": None}, "ok", '["a"]'),
         ({"query": "ä" * 400}, "ok", '["' + "ä" * 126 + "...(truncated)..." + "ä" * 126 + '"]'),
         ({"query": ""}, "error", "Tool call failure\nreason: the query is empty; write some words"),
+        ({"query": "refuse"}, "error", "Tool call failure\nreason: the tool gave no reason"),
         ({}, "malformed", 'Tool call failure\nreason: search needs the argument "query".'),
         ({"query": "a", "limit": "two"}, "malformed", 'reason: Argument "limit" must be of type integer, got string.'),
     ],
@@ -416,7 +419,7 @@ REFUSED = {
     "a name with a space": (
         "class F:\n    name = 'my tool'\n    def __call__(self):\n        '''F.'''",
         "F",
-        "has the name 'my tool'; a tool's name is of letters, digits and _",
+        "has the name 'my tool'; a tool's name is of letters, digits, _, - and .",
     ),
     "no tool": ("f = 3", "f", "own.py:f is a int; a tool is a function, or a class with __call__"),
     "no __call__": ("class F:\n    '''F.'''", "F", "is a class without __call__"),
