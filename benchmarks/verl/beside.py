@@ -24,7 +24,7 @@ from rstar2_megatron.report.curves import main as draw
 from rstar2_megatron.report.names import panel
 from rstar2_megatron.report.read import read_logs
 from rstar2_megatron.runs.cold_start import find_cached
-from rstar2_megatron.settings.load import CONFIG_DIR, ConfigError, load_settings
+from rstar2_megatron.settings.load import CONFIG_DIR, ConfigError, load_settings, users_path
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.tiny.resolve import resolve_tiny
 
@@ -132,7 +132,7 @@ class Beside:
 
     def _ours(self, name: str, words: Sequence[str]) -> None:
         command = ["bash", str(_ROOT / "run_rstar2.sh"), self.config, *self.overrides, *words]
-        logged(command, self.out / f"{name}.log", dict(os.environ), Path.cwd())
+        logged(command, self.out / f"{name}.log", dict(os.environ), users_path("."))
 
     def _run_verl(self, name: str, words: Sequence[str], steps: int) -> Path:
         directory, merged = self.out / name, self.out / name / "metrics.jsonl"

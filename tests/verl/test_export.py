@@ -21,6 +21,7 @@ from rstar2_megatron.settings.load import load
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.settings.variant import VARIANTS
 from rstar2_megatron.trajectory import Problem
+from tests.tiers import ROOT
 
 SIZE = "rstar2-qwen2.5-7b-megatron"
 PROBLEM = Problem("p1", [{"role": "user", "content": "What is 1 + 1?"}], ["2", "2.0"])
@@ -109,6 +110,18 @@ def test_rewards_of_verls_form_are_those_of_both_sides(tmp_path: Path) -> None:
         [sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
     )
     assert shown.stdout.strip() == "2.0", shown.stderr
+
+
+def test_the_command_may_be_called_from_anywhere(tmp_path: Path) -> None:
+    """Paths are the user's; a run and the comparison keep the cold start's model in one place."""
+    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": PROBLEM.prompt, "solutions": PROBLEM.solutions}) + "\n")
+    (tmp_path / "mine.py").write_text("def compute_score(data_source, solution_str, ground_truth, extra_info): return 0.0\n")
+    words = [SIZE, "data.train_data_paths=[train.jsonl]", "reward.function=mine.py:compute_score", "--export", "side"]
+    script = ROOT / "examples/agent/rstar2/compare_with_verl.sh"
+    done = subprocess.run(["bash", script, *words], cwd=tmp_path, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"train.jsonl", "mine.py", "side"}
+    assert len(pq.read_table(tmp_path / "side/train.parquet")) == 1 and list((tmp_path / "side/code").rglob("mine.py"))
 
 
 @pytest.mark.parametrize("variant", list(VARIANTS))

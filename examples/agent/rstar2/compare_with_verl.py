@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.verl.beside import ARMS, Beside
 from benchmarks.verl.export import export
-from rstar2_megatron.settings.load import CONFIG_DIR, load_settings
+from rstar2_megatron.settings.load import CONFIG_DIR, load_settings, users_path
 from rstar2_megatron.tiny.resolve import resolve_tiny
 
 VERL_PYTHON = CONFIG_DIR.parent / ".venv-verl" / "bin" / "python"
@@ -33,11 +33,11 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run under way is ended as well
     try:
         if arguments.export is None:
-            out = arguments.out or Path("results") / f"{Path(arguments.config).stem}.beside-verl"
+            out = users_path(arguments.out or Path("results") / f"{Path(arguments.config).stem}.beside-verl")
             words = arguments.config, arguments.overrides, arguments.arms, arguments.seeds
             return Beside(*words, out.resolve(), VERL_PYTHON).run()
         settings = resolve_tiny(load_settings(arguments.config, arguments.overrides))
-        found = export(settings, arguments.export)
+        found = export(settings, users_path(arguments.export))
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -10,6 +10,6 @@ case " $* " in
   *" --export"* | *" --help "* | *" -h "*) ;;
   *) bash "$root/scripts/setup_verl.sh" ;;
 esac
-python=${RSTAR2_VENV:-.venv}/bin/python
-[ "${python#/}" != "$python" ] || python=$root/$python # relative to the project, as in setup_env.sh
-exec "$python" -u "$root/examples/agent/rstar2/compare_with_verl.py" "$@"
+export RSTAR2_CALLED_FROM=$PWD # a relative path is the user's
+cd "$root"                     # where a run keeps the cold start's model
+exec "${RSTAR2_VENV:-.venv}/bin/python" -u examples/agent/rstar2/compare_with_verl.py "$@"
