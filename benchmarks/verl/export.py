@@ -255,6 +255,8 @@ def _check(settings: Settings) -> None:
     if code := agentloop.environment or agentloop.loop:
         key = "environment" if agentloop.environment else "loop"
         raise ValueError(f"agentloop.{key}={code}: the export cannot give it to verl; write it as verl's own agent loop")
+    if any(term.function == "environment" for term in settings.reward.weighted):
+        raise ValueError("reward.function=environment: verl has no environment that gives a reward; write a compute_score")
     for key, code in all_user_code(settings.reward, "reward"):
         if not OwnReward(code, settings.reward.arguments).is_verls:
             raise ValueError(

@@ -192,6 +192,7 @@ def test_verls_own_configuration_takes_every_key(settings: Settings, tmp_path: P
             "agentloop.environment=examples/extend/game.py:HigherLower",
             "agentloop.environment=game.py:HigherLower: the export cannot give it",
         ),
+        ("reward.function=environment", "reward.function=environment: verl has no environment"),
         ("agentloop.tool_call_format=llama3", "tool_call_format=llama3: the export sets verl to hermes calls"),
     ],
 )
