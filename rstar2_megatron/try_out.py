@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import inspect
 import json
 import sys
@@ -26,7 +25,7 @@ from pydantic import ValidationError
 from rstar2_megatron.extension.user_code import FOLDERS, UserCode, UserCodeError
 from rstar2_megatron.reward.rewards import Rewards
 from rstar2_megatron.rollout.conversation import Conversations
-from rstar2_megatron.rollout.dialogue import Dialogue, Left, finite_reward
+from rstar2_megatron.rollout.dialogue import Dialogue
 from rstar2_megatron.rollout.own_tool import OwnTool
 from rstar2_megatron.rollout.stats import RolloutStats
 from rstar2_megatron.rollout.token_buffer import TokenBuffer
@@ -133,12 +132,7 @@ async def _try_conversation(conversations: Conversations, calls: Sequence[dict[s
         conversation = await conversations.begin(problem, time.monotonic() + _DEADLINE_S)
         print(conversation.problem.prompt[-1]["content"])
         dialogue = Dialogue(_Turns([str(given.get("response", "")) for given in calls]), conversation.label)
-        with contextlib.suppress(Left):
-            await conversation.compose(dialogue)
-            dialogue.finish()
-        if dialogue.failure is not None:
-            raise dialogue.failure
-        reward = None if dialogue.reward is None else finite_reward(dialogue.reward, f"{conversation.label}: the loop")
+        reward = await conversation.run(dialogue)
     except UserCodeError as error:
         print(f"\nthe trajectory is dropped:\n    {error}")
         return 1

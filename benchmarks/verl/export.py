@@ -232,7 +232,11 @@ def _schemas(settings: Settings) -> list[ToolSchema]:
 def verl_rows(problems: Sequence[Problem], settings: Settings) -> list[dict[str, Any]]:
     """Rows of verl's parquet files; the prefix of a problem is part of the prompt, the rest of the template."""
     prefix = _wording(settings).user_prefix if settings.agentloop.chat_template is None else ""
-    return [_row(problem, prefix) for problem in problems]
+    rows = [_row(problem, prefix) for problem in problems]
+    if any(True for _ in all_user_code(settings.reward)):
+        for row, problem in zip(rows, problems, strict=True):
+            row["extra_info"]["row"] = json.dumps(verl_columns(problem), ensure_ascii=False)
+    return rows
 
 
 def _row(problem: Problem, prefix: str) -> dict[str, Any]:
@@ -245,7 +249,7 @@ def _row(problem: Problem, prefix: str) -> dict[str, Any]:
         "ability": problem.task,
         "agent_name": "tool_agent",
         "reward_model": {"style": "rule", "ground_truth": json.dumps(problem.solutions)},
-        "extra_info": {"index": problem.query_id, "row": json.dumps(verl_columns(problem), ensure_ascii=False)},
+        "extra_info": {"index": problem.query_id},
     }
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
+from rstar2_megatron.algorithm.filters import turns as turns_of
 from rstar2_megatron.trajectory import FinishReason, Trajectory
 
 
@@ -21,26 +24,26 @@ def response_text(trajectory: Trajectory) -> str:
         num_gaps += 1
     if trajectory.finish_reason is FinishReason.TOOL_RESPONSE_TOO_LONG:
         shown = shown[:num_gaps]
+    answered = _answered(trajectory)
     pieces: list[str] = []
     for i, turn in enumerate(turns):
         pieces.append(turn)
         if i < num_gaps:
-            body = _answered(trajectory, i)
-            if body is None:
-                responses = shown[i:] if i == num_gaps - 1 else shown[i : i + 1]
-                body = "".join(f"<tool_response>\n{response}\n</tool_response>" for response in responses)
+            responses = shown[i:] if i == num_gaps - 1 else shown[i : i + 1]
+            body = answered[i] if i < len(answered) else "".join(map(_wrapped, responses))
             pieces.append(f"<|im_end|><|im_start|>user\n{body}<|im_end|>\n<|im_start|>assistant\n<reason>")
         elif not cut:
             pieces.append("<|im_end|>")
     return "".join(pieces)
 
 
-def _answered(trajectory: Trajectory, turn: int) -> str | None:
-    """What came behind a turn of a trajectory with an environment or a loop of the user's; None where only tools answer."""
+def _answered(trajectory: Trajectory) -> list[str]:
+    """What came behind each turn of a trajectory with an environment or a loop of the user's; [] where only tools answer."""
     if not trajectory.observations:
-        return None
-    if answer := "".join(trajectory.observations[turn : turn + 1]):
-        return answer
-    begin = sum(trajectory.calls_per_turn[:turn])
-    calls = trajectory.tool_calls[begin : begin + sum(trajectory.calls_per_turn[turn : turn + 1])]
-    return "".join(f"<tool_response>\n{call.response_text}\n</tool_response>" for call in calls)
+        return []
+    by_tools = ("".join(map(_wrapped, (call.response_text for call in calls))) for _, calls in turns_of(trajectory))
+    return [said or responses for said, responses in zip_longest(trajectory.observations, by_tools, fillvalue="")]
+
+
+def _wrapped(response: str) -> str:
+    return f"<tool_response>\n{response}\n</tool_response>"

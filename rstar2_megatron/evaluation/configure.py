@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 30 * 1024
 """The paper's response budget (arXiv 2508.20722, section 5)."""
-DATA = "files of problems: jsonl, json, parquet, csv, or hf:OWNER/NAME (docs/inputs.md)"
+DATA_HELP = "files of problems: jsonl, json, parquet, csv, or hf:OWNER/NAME (docs/inputs.md)"
 
 
 def sampling_parser(prog: str | None, description: str | None, out: str) -> argparse.ArgumentParser:
     """A parser with --model, --data, --problems, --config, --engines, --out and overrides. out: the default of --out."""
     parser = argparse.ArgumentParser(prog=prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, type=Path, metavar="DIR", help="Hugging Face directory, checkpoint or run")
-    parser.add_argument("--data", required=True, nargs="+", action="extend", type=Path, metavar="FILE", help=DATA)
+    parser.add_argument("--data", required=True, nargs="+", action="extend", type=Path, metavar="FILE", help=DATA_HELP)
     parser.add_argument("--problems", type=int, help="only the first N problems of each file")
     parser.add_argument("--config", help="configuration when DIR is not in a run (base, with the format saved beside DIR)")
     parser.add_argument("--engines", type=int, help="engines (all GPUs / rollout.tensor_parallel_size; 1 without GPU)")

@@ -20,7 +20,7 @@ from rstar2_megatron.extension.user_code import UserCodeError
 from rstar2_megatron.records.trace import TRACE
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.conversation import Conversation, Conversations
-from rstar2_megatron.rollout.dialogue import Dialogue, Left, finite_reward
+from rstar2_megatron.rollout.dialogue import Dialogue
 from rstar2_megatron.rollout.engine.client import EngineClient
 from rstar2_megatron.rollout.engine.protocol import INTERRUPTED, EngineError, EngineLost, GenerateResult, GenerationTimeout
 from rstar2_megatron.rollout.engine.seeds import request_seed
@@ -196,16 +196,7 @@ class Turns:
     async def until_end(self, conversation: Conversation) -> FinishReason | None:
         """Run the loop, whose beginning is replayed. Returns the ending; None: a step of a search may go on."""
         dialogue = Dialogue(self, conversation.label)
-        try:
-            await conversation.compose(dialogue)
-            dialogue.finish()
-        except Left:
-            if dialogue.failure is not None:
-                raise dialogue.failure from None
-        reward, where = dialogue.reward, f"{conversation.label}: the loop"
-        if reward is None and conversation.label and dialogue.ending not in (None, FinishReason.ANSWERED):
-            reward = 0.0  # a limit ended the loop before it had earned anything
-        self.trajectory.environment_reward = None if reward is None else finite_reward(reward, where)
+        self.trajectory.environment_reward = await conversation.run(dialogue)
         return dialogue.ending
 
     def degenerate_ending(self, calls: list[ParsedCall]) -> FinishReason | None:

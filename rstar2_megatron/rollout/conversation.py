@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import reprlib
 import time
 from collections.abc import Awaitable, Callable
@@ -13,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from rstar2_megatron.extension.user_code import UserCode, UserCodeError
-from rstar2_megatron.rollout.dialogue import Dialogue, finite_reward
+from rstar2_megatron.rollout.dialogue import Dialogue, Left
 from rstar2_megatron.rollout.user_call import TookTooLong, call_user
 from rstar2_megatron.settings.schema import AgentLoopSettings
-from rstar2_megatron.trajectory import Problem
+from rstar2_megatron.trajectory import FinishReason, Problem
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,22 @@ class Conversation:
     """Returns, or leaves the dialogue, when the conversation is over. Raises UserCodeError."""
     label: str = ""  # of the user's code
     opening: str = ""  # what the environment added to the prompt
+
+    async def run(self, dialogue: Dialogue) -> float | None:
+        """Compose until the end, or until a step of a search is over. Returns the reward, of code of the user's alone.
+
+        Raises UserCodeError, and what ended the dialogue from below.
+        """
+        try:
+            await self.compose(dialogue)
+            dialogue.finish()
+        except Left:
+            if dialogue.failure is not None:
+                raise dialogue.failure from None
+        if dialogue.reward is not None:
+            return _finite(dialogue.reward, f"{self.label}: the loop")
+        cut = dialogue.ending not in (None, FinishReason.ANSWERED)
+        return 0.0 if cut and self.label else None  # a limit ended the loop before it had earned anything
 
 
 class Conversations:
@@ -138,12 +155,23 @@ def _step(returned: Any, user: _UsersCode) -> tuple[Any, float, bool]:
             f"{user.label}: step returned {type(returned).__name__}; it returns (observation, reward, done), "
             "(observation, reward, done, info), or Gymnasium's (observation, reward, terminated, truncated, info)"
         )
-    observation, reward, done = returned[0], finite_reward(returned[1], f"{user.label}: step"), user.flag(returned[2], "done")
+    observation, reward, done = returned[0], _finite(returned[1], f"{user.label}: step"), user.flag(returned[2], "done")
     if len(returned) == 5:
         done |= user.flag(returned[3], "truncated")
     elif len(returned) == 4 and not isinstance(returned[3], dict | None):
         raise UserCodeError(f"{user.label}: step returned info={reprlib.repr(returned[3])}; it is a dict, or left out")
     return observation, reward, done
+
+
+def _finite(value: Any, where: str) -> float:
+    """Raises UserCodeError, which begins with `where`, for what is no finite number."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise UserCodeError(f"{where} gave the reward {reprlib.repr(value)}, which is no finite number")
+    return number
 
 
 def _check_environment(code: UserCode, target: Any, settings: dict[str, Any]) -> None:

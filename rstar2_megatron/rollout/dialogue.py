@@ -8,8 +8,6 @@ with the same texts.
 
 from __future__ import annotations
 
-import math
-import reprlib
 from collections.abc import Awaitable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -24,17 +22,6 @@ T = TypeVar("T")
 
 class Left(BaseException):
     """Ends the loop's code from inside a call of it. No `except Exception` holds it up."""
-
-
-def finite_reward(value: Any, where: str) -> float:
-    """Raises UserCodeError, which begins with `where`, for what is no finite number."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise UserCodeError(f"{where} gave the reward {reprlib.repr(value)}, which is no finite number")
-    return number
 
 
 class Turns(Protocol):

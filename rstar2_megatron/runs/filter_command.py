@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rstar2_megatron.evaluation.configure import DATA, parse_words
+from rstar2_megatron.evaluation.configure import DATA_HELP, parse_words
 from rstar2_megatron.runs.execute import execute
 from rstar2_megatron.settings.load import ConfigError, load_settings
 
@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Drop the problems that a model always solves; write how often it solved each problem."
     )
     parser.add_argument("--model", required=True, metavar="DIR", help="Hugging Face directory")
-    parser.add_argument("--data", required=True, nargs="+", action="extend", type=Path, metavar="FILE", help=DATA)
+    parser.add_argument("--data", required=True, nargs="+", action="extend", type=Path, metavar="FILE", help=DATA_HELP)
     parser.add_argument("--out", required=True, type=Path, metavar="DIR")
     parser.add_argument("-k", "--samples", type=int, default=8, help="attempts at each problem (default 8)")
     parser.add_argument("--drop-never-solved", action="store_true", help="also drop problems that it never solves")

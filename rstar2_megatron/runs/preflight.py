@@ -266,12 +266,16 @@ def algorithm_code_problems(algorithm: AlgorithmSettings) -> Iterator[str]:
         if isinstance(algorithm.adv_type, UserCode):
             check_own_advantage(algorithm.adv_type)
         loss, _ = load_policy_loss(algorithm)
-        if isinstance(algorithm.policy_loss, UserCode):
-            check_layouts(loss, algorithm)
     except UserCodeError as error:
         yield str(error)
-    except ValueError as error:
-        yield f"algorithm.policy_loss={algorithm.policy_loss}: {error}"
+        return
+    if isinstance(algorithm.policy_loss, UserCode):
+        try:
+            check_layouts(loss, algorithm)
+        except UserCodeError as error:  # which names the key already
+            yield str(error)
+        except ValueError as error:
+            yield f"algorithm.policy_loss={algorithm.policy_loss.label}: {error}"
 
 
 def sampling_problems(settings: Settings) -> Iterator[str]:

@@ -214,7 +214,8 @@ class CodeJudgeService(JudgeService):
         )
         self.settings = settings
         self._host, self._needed = host, needed
-        self._named_url = f"http://{settings.host_addr}:{settings.host_port or 8088}" if settings.host_addr is not None else ""
+        named = f"http://{settings.host_addr}:{settings.host_port or 8088}" if settings.host_addr is not None else ""
+        self._named_url = named if needed else _NO_JUDGE
         if not self._named_url and not is_loopback(host):
             os.environ.setdefault("JUDGE_TOKEN", secrets.token_urlsafe(24))  # RLinf hands it to workers on all nodes
 
@@ -224,10 +225,9 @@ class CodeJudgeService(JudgeService):
         A judge, Redis or port named in the YAML is checked first, before Ray and the engines start.
         Raises JudgeServiceError, RedisUnavailable.
         """
-        if not self._needed:
-            return
         if self._named_url:
-            self._wait_for_named()
+            if self._needed:
+                self._wait_for_named()
             return
         if self.settings.redis_uri:
             check_redis(self.settings.redis_uri)
@@ -242,13 +242,11 @@ class CodeJudgeService(JudgeService):
         super().begin()
 
     def wait_ready(self) -> str:
-        if not self._needed:
-            return _NO_JUDGE
         return self._named_url or super().wait_ready()
 
     def watch(self) -> None:
         """As `JudgeService.watch`. A judge that the YAML names is left alone."""
-        if self._needed and not self._named_url:
+        if not self._named_url:
             super().watch()
 
     def _wait_for_named(self) -> None:
