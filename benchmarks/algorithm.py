@@ -3,7 +3,7 @@
     python -m benchmarks.algorithm [--groups 512] [--group-size 32] [--keep 16] [--chars 12000] [--repeats 3] [--out FILE]
 
 One JSON line per mode, and all of them with the command in FILE. `features` is the time in which penalties are read from
-the trajectories' text, `choice` what the tensors take. A trajectory has `chars` characters of assistant text over its turns
+the trajectories' text, `choice` what choosing takes. A trajectory has `chars` characters of assistant text over its turns
 (12,000 is about 4,000 tokens, what 14B models reach in stage 2) and 0 to 4 tool calls; every text is a string of its own, as
 in a run.
 """

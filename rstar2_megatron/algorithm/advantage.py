@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from rstar2_megatron.algorithm.ragged import pad_rows
 from rstar2_megatron.extension.choice import resolve
 from rstar2_megatron.extension.user_code import UserCode, UserCodeError
 
@@ -50,13 +49,22 @@ def _centred(rewards: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(valid & ~equal, rewards - mean, 0.0), size
 
 
+def _pad(rows: Sequence[Sequence[float]]) -> tuple[Tensor, Tensor]:
+    """(values, valid), float64 and bool, both `[len(rows), longest row]`; rows are padded with 0 at the end."""
+    width = max(map(len, rows), default=0)
+    values = [[*row, *([0.0] * (width - len(row)))] for row in rows]
+    lengths = torch.tensor([len(row) for row in rows], dtype=torch.long)
+    valid = torch.arange(width) < lengths[:, None]
+    return torch.tensor(values, dtype=torch.float64).reshape(len(rows), width), valid
+
+
 def group_advantages(groups: Sequence[Sequence[float]], kind: str | UserCode = "grpo") -> list[list[float]]:
     """Advantages of the rewards of each kept group; groups may have any size. kind: of `algorithm.adv_type`.
 
     Raises ValueError for an unknown kind or rewards that are not finite, UserCodeError for a wrong result of the user's.
     """
     function = resolve("algorithm.adv_type", kind, ADVANTAGES, "rewards, valid")
-    rewards, valid = pad_rows(groups)
+    rewards, valid = _pad(groups)
     if not torch.isfinite(rewards[valid]).all():
         raise ValueError(f"rewards must be finite, got {rewards[valid].tolist()}")
     if not rewards.numel():
@@ -73,7 +81,7 @@ def check_own_advantage(code: UserCode) -> None:
     Raises UserCodeError, also where what stands in places that are not valid decides the result.
     """
     function = resolve("algorithm.adv_type", code, ADVANTAGES, "rewards, valid")
-    rewards, valid = pad_rows([[1.0, 0.0, 0.5], [0.0, 1.0], [0.0, 0.0, 0.0]])
+    rewards, valid = _pad([[1.0, 0.0, 0.5], [0.0, 1.0], [0.0, 0.0, 0.0]])
     found = []
     for padding in (0.0, 7.0):
         padded = torch.where(valid, rewards, padding)

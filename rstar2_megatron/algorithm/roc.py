@@ -20,10 +20,6 @@ Cases in which the public code asserts or crashes:
   stable sort (verl's recipe asserts);
 - fewer than G usable rollouts (infrastructure dropped some): `released` drops the group as the public code does, `paper`
   keeps all of them. With exactly G usable rollouts both modes keep all.
-
-All groups of a step are computed at once as tensors `[groups, rollouts]`. Smaller groups are padded, with `valid` False on
-the padding. `choose` gives every rollout a key and every kind (positive, negative) a quota; the rollouts with the smallest
-keys fill the quota. The modes differ only in keys and quotas.
 """
 
 from __future__ import annotations
@@ -34,10 +30,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 import torch
-from torch import Tensor
 
 from rstar2_megatron.algorithm.penalty import Penalty, load_penalty
-from rstar2_megatron.algorithm.ragged import pad_rows
 from rstar2_megatron.settings.schema import DownSamplingConfig
 from rstar2_megatron.trajectory import Trajectory
 
@@ -89,132 +83,94 @@ def resample_on_correct(
     """
     if len(groups) != len(seeds):
         raise ValueError(f"{len(groups)} groups but {len(seeds)} seeds")
-    rewards, valid = pad_rows([[_reward(t) for t in group] for group in groups])
     is_resampled = config.mode in ("paper", "released")
     measure = load_penalty(config.penalty or (config.mode if is_resampled else "paper"))
-    penalties = [[measure(t) for t in group] for group in groups]
-    draws = exponential_draws(valid, seeds) if config.mode == "paper" else None
-    if wanted is not None:
-        valid = valid & pad_rows(wanted)[0].bool()
-
-    positive = pad_rows([[t.is_positive for t in group] for group in groups])[0].bool() & valid
-    reasons = rejections(rewards, positive, valid, config)
-    kept = valid
-    if is_resampled:
-        errors, _ = pad_rows([[p.error for p in row] for row in penalties])
-        formats, _ = pad_rows([[p.answer_format for p in row] for row in penalties])
-        totals = errors * config.roc_error_ratio + formats * config.roc_answer_format
-        kept = choose(positive, totals, valid, config, draws)
-
     results = []
-    for group, row, reason, of_group in zip(groups, kept.tolist(), reasons, penalties):
-        indices = [i for i, is_kept in enumerate(row) if is_kept and reason is Rejection.NONE]
-        results.append(ResampleResult([group[i] for i in indices], indices, reason, of_group))
+    for number, (group, seed) in enumerate(zip(groups, seeds)):
+        rewards = [_reward(t) for t in group]
+        penalties = [measure(t) for t in group]
+        indices = [i for i in range(len(group)) if wanted is None or wanted[number][i]]
+        reason = _rejection([rewards[i] for i in indices], any(group[i].is_positive for i in indices), config)
+        if reason is not Rejection.NONE:
+            indices = []
+        elif is_resampled and len(indices) > config.down_sample_to_n:
+            indices = _choose(group, indices, penalties, config, seed)
+        results.append(ResampleResult([group[i] for i in indices], indices, reason, penalties))
     return results
 
 
-def rejections(rewards: Tensor, positive: Tensor, valid: Tensor, config: DownSamplingConfig) -> list[Rejection]:
-    """The Rejection of each group of `[groups, rollouts]`; `Rejection.NONE` for groups that are trained on."""
-    size = valid.sum(1)
-    # isclose has the tolerance of torch.allclose, which the public code uses.
-    first = rewards.gather(1, valid.int().argmax(1, keepdim=True)) if rewards.numel() else rewards[:, :1]
-    equal = (torch.isclose(first, rewards) | ~valid).all(1) & config.reject_equal_reward
-    correct = positive.any(1)
-    too_few = (size < config.down_sample_to_n) & (config.mode == "released")
-    reasons = []
-    for n, is_equal, is_correct, is_too_few in zip(size.tolist(), equal.tolist(), correct.tolist(), too_few.tolist()):
-        if n and is_equal:
-            reasons.append(Rejection.ALL_CORRECT if is_correct else Rejection.ALL_WRONG)
-        else:
-            reasons.append(Rejection.TOO_FEW if is_too_few or not n else Rejection.NONE)
-    return reasons
+def _rejection(rewards: Sequence[float], is_correct: bool, config: DownSamplingConfig) -> Rejection:
+    """Why a group of these rewards is not trained on. is_correct: one of its trajectories is positive."""
+    # the tolerance of torch.allclose, which the public code uses
+    equal = all(abs(rewards[0] - reward) <= 1e-8 + 1e-5 * abs(reward) for reward in rewards)
+    if rewards and equal and config.reject_equal_reward:
+        return Rejection.ALL_CORRECT if is_correct else Rejection.ALL_WRONG
+    too_few = config.mode == "released" and len(rewards) < config.down_sample_to_n
+    return Rejection.TOO_FEW if too_few or not rewards else Rejection.NONE
 
 
 # -------------------------------------------------------------------------------------------- choice
 
 
-def choose(
-    positive: Tensor, penalties: Tensor, valid: Tensor, config: DownSamplingConfig, draws: Tensor | None = None
-) -> Tensor:
-    """Mask of the rollouts to keep; every tensor is `[groups, rollouts]`. Groups of at most G rollouts keep all.
-
-    positive: bool, False on the padding.
-    draws: independent Exp(1) samples, for `paper` mode.
-    """
-    target = config.down_sample_to_n
-    negative = valid & ~positive
-    num_positive, num_negative = positive.sum(1), negative.sum(1)
+def _choose(
+    group: Sequence[Trajectory], indices: list[int], penalties: list[Penalty], config: DownSamplingConfig, seed: str
+) -> list[int]:
+    """The G of more than G `indices` to keep, ascending."""
+    penalty = [p.error * config.roc_error_ratio + p.answer_format * config.roc_answer_format for p in penalties]
+    positives = [i for i in indices if group[i].is_positive]
+    negatives = [i for i in indices if not group[i].is_positive]
     if config.mode == "paper":
-        assert draws is not None, "paper mode draws at random"
         # Arrival times Exp(1) / weight (Efraimidis and Spirakis): the k smallest are k draws without replacement, each with
         # probability proportional to the weight among the remaining rollouts.
-        keys = draws / torch.where(positive, 1.0 / (penalties + config.penalty_epsilon), 1.0)
-        quotas = paper_quotas(num_positive, num_negative, config)
+        draws = _exponential_draws(len(group), seed)
+        positives.sort(key=lambda i: draws[i] / (1.0 / (penalty[i] + config.penalty_epsilon)))
+        negatives.sort(key=lambda i: draws[i])
+        kept = paper_quotas(len(positives), len(negatives), config)
     else:
-        keys = torch.where(positive, penalties, 0.0)  # negatives have equal keys, so they stay in rollout order
-        quotas = released_quotas(num_positive, num_negative, config)
-    chosen = smallest(keys, positive, quotas[0]) | smallest(keys, negative, quotas[1])
-
-    if config.mode == "released":
-        # Sorted by penalty; at equal penalties positives come first.
-        lowest = (ranks(~valid, penalties, negative) < target) & valid
-        chosen = torch.where((chosen.sum(1) == target)[:, None], chosen, lowest)
-    return torch.where((valid.sum(1) <= target)[:, None], valid, chosen)
+        positives.sort(key=lambda i: penalty[i])
+        kept = released_quotas(len(positives), len(negatives), config)
+    chosen = positives[: kept[0]] + negatives[: kept[1]]
+    if len(chosen) != config.down_sample_to_n:  # `released` with an odd G
+        chosen = sorted(positives + negatives, key=lambda i: penalty[i])[: config.down_sample_to_n]
+    return sorted(chosen)
 
 
-def smallest(keys: Tensor, among: Tensor, counts: Tensor) -> Tensor:
-    """Mask of the `counts` smallest keys of each row within the mask `among`; ties in rollout order."""
-    return among & (ranks(~among, keys) < counts[:, None])
-
-
-def ranks(*keys: Tensor) -> Tensor:
-    """Rank of each rollout in its row, sorted by the first key, then by the next, then in rollout order."""
-    order = torch.arange(keys[0].shape[1]).expand(keys[0].shape)
-    for key in reversed(keys):
-        order = order.gather(1, key.gather(1, order).argsort(dim=1, stable=True))
-    return order.argsort(dim=1)
-
-
-def exponential_draws(valid: Tensor, seeds: Sequence[str]) -> Tensor:
-    """Exp(1) samples `[groups, rollouts]`. A group's samples depend only on its seed and its size."""
-    draws = torch.zeros(valid.shape, dtype=torch.float64)
-    generator = torch.Generator()
-    for row, size, seed in zip(draws, valid.sum(1).tolist(), seeds, strict=True):
-        generator.manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:4], "big"))
-        row[:size].exponential_(generator=generator)
+def _exponential_draws(count: int, seed: str) -> list[float]:
+    """Exp(1) samples, which depend only on the seed and their number."""
+    generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(seed.encode()).digest()[:4], "big"))
+    draws: list[float] = torch.zeros(count, dtype=torch.float64).exponential_(generator=generator).tolist()
     return draws
 
 
 # -------------------------------------------------------------------------------------------- quotas
 
 
-def paper_quotas(num_positive: Tensor, num_negative: Tensor, config: DownSamplingConfig) -> tuple[Tensor, Tensor]:
-    """(positives, negatives) to keep, `[groups]` each, for groups of more than G rollouts.
+def paper_quotas(num_positive: int, num_negative: int, config: DownSamplingConfig) -> tuple[int, int]:
+    """(positives, negatives) to keep of a group of more than G rollouts.
 
     They add up to G. Each is at least its minimum count where the group has that many.
     """
     target = config.down_sample_to_n
-    negative = num_negative * target // (num_positive + num_negative).clamp(min=1)
-    negative = negative.maximum(num_negative.clamp(max=config.min_zero_reward_trace_num))
-    positive = target - negative
-    positive = positive.maximum(num_positive.clamp(max=config.min_non_zero_reward_trace_num))
+    negative = num_negative * target // (num_positive + num_negative)
+    negative = max(negative, min(num_negative, config.min_zero_reward_trace_num))
+    positive = max(target - negative, min(num_positive, config.min_non_zero_reward_trace_num))
     # The minimum counts add up to at most G, so the reduced side keeps its minimum.
-    positive = positive.minimum(num_positive)
-    return positive, (target - positive).minimum(num_negative)
+    positive = min(positive, num_positive)
+    return positive, min(target - positive, num_negative)
 
 
-def released_quotas(num_positive: Tensor, num_negative: Tensor, config: DownSamplingConfig) -> tuple[Tensor, Tensor]:
-    """(positives, negatives) of the public code, `[groups]` each; with an odd G they may not add up to G."""
-    target = config.down_sample_to_n
-    total = (num_positive + num_negative).clamp(min=1).double()
-    negative = torch.round(num_negative * target / total).long()  # half to even, as in the public code
-    positive = torch.round(num_positive * target / total).long()
-    least = num_negative.clamp(max=config.min_zero_reward_trace_num)
-    few = negative <= least
-    negative, positive = torch.where(few, least, negative), torch.where(few, target - least, positive)
-    least = num_positive.clamp(max=config.min_non_zero_reward_trace_num)
-    few = positive <= least
-    return torch.where(few, least, positive), torch.where(few, target - least, negative)
+def released_quotas(num_positive: int, num_negative: int, config: DownSamplingConfig) -> tuple[int, int]:
+    """(positives, negatives) of the public code; with an odd G they may not add up to G."""
+    target, total = config.down_sample_to_n, num_positive + num_negative
+    negative = round(num_negative * target / total)  # half to even, as in the public code
+    positive = round(num_positive * target / total)
+    least = min(num_negative, config.min_zero_reward_trace_num)
+    if negative <= least:
+        negative, positive = least, target - least
+    least = min(num_positive, config.min_non_zero_reward_trace_num)
+    if positive <= least:
+        positive, negative = least, target - least
+    return positive, negative
 
 
 def _reward(trajectory: Trajectory) -> float:

@@ -1,4 +1,4 @@
-"""Resample-on-correct once more, one group and one rollout at a time: what the tensors must agree with."""
+"""Resample-on-correct once more, written from the public code: what this project's must agree with."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from rstar2_megatron.algorithm.early_stop import cut_rule
 from rstar2_megatron.rollout.phase import OpenGroup, RolloutPhase, Tail, problems_to_refill
 from rstar2_megatron.rollout.scheduling.adaptive_budget import POLICIES
 from rstar2_megatron.rollout.scheduling.work_queue import Slice, WorkQueue
-from rstar2_megatron.settings.schema import DownSamplingConfig, DownSamplingSettings
+from rstar2_megatron.settings.schema import AlgorithmSettings
 from rstar2_megatron.trajectory import FinishReason, HeldTokens, Problem, Trajectory
 
 
@@ -151,9 +151,11 @@ def test_an_engine_with_much_room_takes_several_slices() -> None:
 # ------------------------------------------------------------------------------------------------- tails
 
 
-def downsampling(**changes) -> DownSamplingSettings:
-    config = {"down_sample_to_n": 4, "min_zero_reward_trace_num": 1, "min_non_zero_reward_trace_num": 1}
-    return DownSamplingSettings(down_sampling_config=DownSamplingConfig(**{**config, **changes}))
+def algorithm(mode: str = "paper", **changes) -> AlgorithmSettings:
+    least = {"min_zero_reward_trace_num": 1, "min_non_zero_reward_trace_num": 1}
+    config = {"down_sample_to_n": 4, "mode": mode, **least}
+    needed = {"group_size": 8, "sampling_params": {"max_new_tokens": 64}}
+    return AlgorithmSettings.model_validate({**needed, "down_sampling": {"down_sampling_config": config}, **changes})
 
 
 @pytest.mark.parametrize(
@@ -170,13 +172,24 @@ def downsampling(**changes) -> DownSamplingSettings:
 @pytest.mark.parametrize("mode", ["paper", "released"])
 def test_cut_rule(positives: int, negatives: int, missing: int, share: float, expected: bool, mode: str) -> None:
     trajectories = [ended(i, reward=float(i < positives)) for i in range(positives + negatives)]
-    rule = cut_rule(downsampling(mode=mode), share)
+    rule = cut_rule(algorithm(mode), share)
     assert rule(trajectories, missing) is expected
 
 
 def test_without_down_sampling_nothing_is_cut() -> None:
-    config = downsampling().model_copy(update={"do_down_sampling": False})
-    assert not cut_rule(config, 1.0)([ended(0, 1.0), *(ended(i, 0.0) for i in range(1, 8))], 1)
+    config = algorithm()
+    config.down_sampling.do_down_sampling = False
+    assert not cut_rule(config, 1.0)(seven_of_eight(), 1)
+
+
+def test_under_filters_nothing_is_cut() -> None:
+    """They may leave out what has ended, so the group may need what is missing."""
+    assert cut_rule(algorithm(), 1.0)(seven_of_eight(), 1)
+    assert not cut_rule(algorithm(trajectory_filters=["truncated"]), 1.0)(seven_of_eight(), 1)
+
+
+def seven_of_eight() -> list[Trajectory]:
+    return [ended(0, 1.0), *(ended(i, 0.0) for i in range(1, 7))]
 
 
 def end_all_but(phase: RolloutPhase, left: set[tuple[int, int]]) -> None:
@@ -193,7 +206,7 @@ def test_wait_waits_for_the_last() -> None:
 
 
 def test_cut_closes_the_group_and_marks_what_it_cut() -> None:
-    phase = make_phase(2, 8, tail="cut", may_cut=cut_rule(downsampling(), 0.25))
+    phase = make_phase(2, 8, tail="cut", may_cut=cut_rule(algorithm(), 0.25))
     end_all_but(phase, {(1, 7)})
     assert phase.over
     groups, carried = phase.finish()
@@ -205,7 +218,7 @@ def test_cut_keeps_the_tokens_of_an_earlier_phase() -> None:
     """A group carried here (tail was changed at a resume) whose rest never ran again."""
     half = Trajectory("q0", 7, [1], response_ids=[5, 6], loss_mask=[1, 1], rollout_logprobs=[0.0, 0.0])
     both = {index: ended(index, reward=float(index % 2)) for index in range(6)}
-    phase = RolloutPhase(WorkQueue("kv_adaptive", 2, 4), 8, tail="cut", may_cut=cut_rule(downsampling(), 0.5))
+    phase = RolloutPhase(WorkQueue("kv_adaptive", 2, 4), 8, tail="cut", may_cut=cut_rule(algorithm(), 0.5))
     phase.add([OpenGroup(problem(0), 8, both, {7: half})])
     assert phase.over
     (group,), _ = phase.finish()

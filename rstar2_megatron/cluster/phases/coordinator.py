@@ -94,7 +94,7 @@ class RolloutCoordinator:
             WorkQueue(rollout.scheduler, len(self.end.engines), rollout.slice_size),
             spec.samples,
             tail=spec.tail,
-            may_cut=cut_rule(self._settings.algorithm.down_sampling, rollout.cut_share),
+            may_cut=cut_rule(self._settings.algorithm, rollout.cut_share),
             carry_share=rollout.carry_share,
             max_carry_age=rollout.max_carry_age,
         )
