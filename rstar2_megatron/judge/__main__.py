@@ -11,9 +11,16 @@ import os
 import sys
 
 from rstar2_megatron.judge import commands
-from rstar2_megatron.judge.limits import LEVELS, OPTION_NAMES, CallLimits, default_permits, default_processes
-
-_CORES = os.cpu_count() or 1
+from rstar2_megatron.judge.limits import (
+    LEVELS,
+    MOST,
+    OPTION_NAMES,
+    CallLimits,
+    cores,
+    default_permits,
+    default_processes,
+    default_sessions,
+)
 
 
 def command_line() -> argparse.ArgumentParser:
@@ -23,14 +30,19 @@ def command_line() -> argparse.ArgumentParser:
     add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
     add("--port", type=int, default=0, help="0 takes a free port (default)")
     add("--redis-uri", default=given("REDIS_URI"), help="running Redis (REDIS_URI); without it `all` starts one on loopback")
-    slots = given("MAX_WORKERS") or 8 * _CORES
-    add("--workers", type=int, default=slots, help="execution slots of this node (MAX_WORKERS; default: 8 a core)")
+    slots = given("MAX_WORKERS") or min(8 * cores(), MOST)
+    add(
+        "--workers",
+        type=int,
+        default=slots,
+        help=f"execution slots of this node (MAX_WORKERS; default: 8 a core, up to {MOST})",
+    )
     running = "calls that use CPU at once; sleeping and long ones do not count (default: 1.5 a core)"
     add("--max-running", type=int, default=default_permits(), help=running)
-    sessions = "live interpreters of this node at a time (default: 32 a core)"
-    add("--sessions", type=int, default=32 * _CORES, help=sessions)
-    processes = "worker processes that share the slots, permits and sessions (default: 1 for 8 cores)"
-    add("--processes", type=int, default=default_processes(), help=processes)
+    sessions = f"live interpreters of this node at a time (default: 32 a core, up to {MOST}, and 1 for 8 open files)"
+    add("--sessions", type=int, default=default_sessions(), help=sessions)
+    processes = "worker processes that share the slots, permits and sessions (default: 1 for 8 cores and 8 slots)"
+    add("--processes", type=int, help=processes)
     add("--session-ttl-s", type=float, default=900.0, help="an unused session ends (900)")
     add("--time-limit-s", type=float, help="time of a call without waits for a core (MAX_EXECUTION_TIME; 10)")
     add("--memory-mb", type=int, help="memory of a call (MAX_MEMORY; 512)")
@@ -55,11 +67,13 @@ def limits_of(arguments: argparse.Namespace) -> CallLimits:
     return limits.with_options(given, ceiling=None)
 
 
-def check_counts(arguments: argparse.Namespace) -> None:
-    """Raises ValueError for a value out of its bounds."""
+def settle_counts(arguments: argparse.Namespace) -> None:
+    """Choose the number of processes where none is given. Raises ValueError for a value out of its bounds."""
+    if arguments.processes is None:
+        arguments.processes = default_processes(arguments.workers)
     for name, least, most in (
-        ("workers", 1, 4096), ("processes", 1, arguments.workers), ("max_running", 1, math.inf),
-        ("sessions", 0, 4096), ("session_ttl_s", 0.1, math.inf),
+        ("workers", 1, MOST), ("processes", 1, arguments.workers), ("max_running", 1, math.inf),
+        ("sessions", 0, MOST), ("session_ttl_s", 0.1, math.inf),
     ):  # fmt: skip
         value = getattr(arguments, name)
         if not least <= value <= most:
@@ -76,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
     runners = {"all": commands.run_all, "serve": commands.run_serve, "worker": commands.run_worker}
     try:
         if arguments.command != "serve":
-            check_counts(arguments)
+            settle_counts(arguments)
         limits = limits_of(arguments)
         if arguments.drain_s is None:
             arguments.drain_s = limits.time_limit_s

@@ -11,11 +11,14 @@ import json
 import math
 import os
 import re
+import resource
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 MEGABYTE = 1 << 20
+MOST = 4096
+"""Execution slots, and live interpreters, of one node."""
 _SESSION_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 _NO_PATH = re.compile("[\0\ud800-\udfff]")
 _MOST_FILES = 64
@@ -30,20 +33,34 @@ WALL_FACTOR = 8
 OPTION_NAMES = tuple(_ENVIRONMENT.values())
 
 
+def cores() -> int:
+    """Cores that this process may use, which a container may have less of than its machine."""
+    return len(os.sched_getaffinity(0))
+
+
 def default_permits() -> int:
     """Calls that may use CPU at the same time (default of `--max-running`): 1.5 for each core of this process.
 
     A slot also reports and forks between two calls, which uses other cores. One call a core gave fewer calls per second.
     """
-    return math.ceil(1.5 * len(os.sched_getaffinity(0)))
+    return math.ceil(1.5 * cores())
 
 
-def default_processes() -> int:
-    """Worker processes of a node (default of `--processes`): one for 8 cores.
+def default_processes(slots: int) -> int:
+    """Worker processes of a node with so many slots (default of `--processes`): one for 8 cores and 8 slots.
 
     A worker's own thread takes 0.2 to 0.5 ms a call; 8 cores run at most 3,500 short calls a second.
     """
-    return max(1, (os.cpu_count() or 1) // 8)
+    return max(1, min(cores(), slots) // 8)
+
+
+def default_sessions() -> int:
+    """Live interpreters of a node (default of `--sessions`): 32 a core, as far as its open files go.
+
+    Under control groups of version 1 each holds five in its worker's sandbox, open or not.
+    """
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return min(32 * cores(), MOST, MOST if files == resource.RLIM_INFINITY else files // 8)
 
 
 class CallLimits(NamedTuple):

@@ -25,8 +25,9 @@ def make_owned_directory(prefix: str, parent: str | None = None) -> Path:
     """
     sweep_stale_directories(prefix, parent)
     path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-    lock = os.open(path / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+    lock = os.open(path / f"{_LOCK}.new", os.O_CREAT | os.O_RDWR, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
+    (path / f"{_LOCK}.new").rename(path / _LOCK)  # a sweep never finds a lock that nobody holds yet
     _held.append(lock)
     return path
 

@@ -97,7 +97,13 @@ class RedisServer:
         command += ["--appendonly", "yes", "--appendfsync", "everysec", "--save", "", "--logfile", str(log)]
         command += ["--maxclients", "4000", "--tcp-backlog", "511", "--daemonize", "no"]
         with open(os.devnull, "rb") as nothing:
-            self.process = subprocess.Popen(command, stdin=nothing, stdout=subprocess.DEVNULL, preexec_fn=die_with_parent)
+            self.process = subprocess.Popen(
+                command,
+                stdin=nothing,
+                stdout=subprocess.DEVNULL,
+                preexec_fn=die_with_parent,
+                start_new_session=True,  # a Ctrl-C at the terminal must not end it before those that use it
+            )
         deadline = time.monotonic() + _START_TIMEOUT_S
         with redis.Redis(port=self.port, socket_timeout=2.0, socket_connect_timeout=2.0) as client:
             while True:

@@ -57,8 +57,7 @@ class JudgeService:
     ) -> None:
         self.arguments = ["--host", host, "--port", str(port), "--workers", str(workers)]
         self.arguments += ["--time-limit-s", str(time_limit_s), "--memory-mb", str(memory_mb)]
-        if redis_uri:
-            self.arguments += ["--redis-uri", redis_uri]
+        self.arguments += ["--redis-uri", redis_uri or ""]  # "": one of its own, whatever REDIS_URI says
         self.arguments += extra_arguments
         self.log_path = Path(log_path) if log_path else None
         self.process: subprocess.Popen[bytes] | None = None

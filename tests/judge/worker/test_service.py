@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import httpx
 import psutil
 import pytest
 
+from rstar2_megatron.judge.__main__ import command_line, settle_counts
 from rstar2_megatron.judge.client.client import JudgeClient
 from rstar2_megatron.judge.client.service import JudgeService, JudgeServiceError
 from rstar2_megatron.judge.outcome import Outcome
@@ -38,6 +40,26 @@ def node() -> Iterator[JudgeService]:
         yield service
     finally:
         service.stop()
+
+
+@pytest.mark.parametrize("cores", [1, 24, 192, 448])
+@pytest.mark.parametrize("files", [1024, 20_000, resource.RLIM_INFINITY])
+def test_the_defaults_hold_on_a_machine_of_any_size(cores: int, files: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run gives its judge 2 to 16 slots, and nothing else that depends on the machine."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (min(files, 1024), files))
+    for given in ((), ("--workers", "2"), ("--workers", "16")):
+        arguments = command_line().parse_args(["all", *given])
+        settle_counts(arguments)
+        assert 1 <= arguments.processes <= arguments.workers
+        assert 0 < arguments.sessions <= 32 * cores
+        assert files < 0 or 5 * arguments.sessions < files  # descriptors of the sandbox
+
+
+def test_a_service_has_a_redis_of_its_own_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REDIS_URI", "redis://127.0.0.1:1/0")
+    with JudgeService(workers=1) as service:
+        assert service.redis_uri != "redis://127.0.0.1:1/0"
 
 
 def plain(node: JudgeService) -> httpx.AsyncClient:
