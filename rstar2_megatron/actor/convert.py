@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from rstar2_megatron.actor.checkpoint import read_counters
 from rstar2_megatron.actor.hf_weights import EXPERT_NAMES, LAYER_NAMES, OUTER_NAMES, Mapping, write_hf_directory
 from rstar2_megatron.model.model_config import ModelConfig
+from rstar2_megatron.records.disk import writing
 from rstar2_megatron.weights.checksum import check_same_weights, tensor_checksum
 
 _LAYERS = "decoder.layers."
@@ -127,7 +128,11 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("output", type=Path)
     args = parser.parse_args()
-    convert(args.checkpoint, args.model, args.output)
+    try:
+        with writing(args.output):
+            convert(args.checkpoint, args.model, args.output)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"convert: {error}") from None
     print(f"wrote {args.output}")
 
 

@@ -103,7 +103,7 @@ class AsyncCaller:
                 try:
                     async with limit:
                         returned = await function(*item)
-                except Exception as error:
+                except (Exception, SystemExit) as error:  # SystemExit would end the thread with every later grade
                     grade = self._late(function) if limit.expired() else function.failed(error)
                 else:
                     try:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from rstar2_megatron.records.disk import writing
 from rstar2_megatron.weights.bucket import Bucket, Places
 
 _DTYPE_NAMES = {
@@ -52,7 +53,11 @@ class SharedBucket:
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
         self._fd = os.memfd_create("rstar2-weights", os.MFD_CLOEXEC) if path is None else os.open(path, flags)
         self._file = path
-        os.truncate(self._fd, self.num_bytes)
+        if path is None:
+            os.truncate(self._fd, self.num_bytes)
+        else:
+            with writing(path):  # now: on a full disk a write to mapped memory ends the process
+                os.posix_fallocate(self._fd, 0, self.num_bytes)
         with mmap.mmap(self._fd, self.num_bytes) as memory:
             memory[: len(header)] = header
             # The view lives for this line only, because mapped memory that is in use cannot be unmapped.

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rstar2_megatron.actor import convert
 from rstar2_megatron.actor.convert import checkpoint_weights
 from rstar2_megatron.actor.optimizer import learning_rate
 from rstar2_megatron.model.model_config import ModelConfig
@@ -243,6 +244,12 @@ def test_incomplete_checkpoint_is_refused(pool: RankPool, models: dict[str, Path
     broken.mkdir(parents=True)
     with pytest.raises(RuntimeError, match="is not a complete checkpoint"):
         pool.run(checkpoints.resume, 1, settings(), models["qwen2"], broken, BATCHES)
+
+
+def test_what_cannot_be_converted_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["convert", str(tmp_path), str(tmp_path / "model"), str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match=rf"^convert: {tmp_path} is not a complete checkpoint of the actor"):
+        convert.main()
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ async def flaky(problem, trajectory):
 
 async def slow_service(problem, trajectory): await asyncio.sleep(60)
 async def blocking(problem, trajectory): time.sleep(60)
+async def leaving(problem, trajectory): raise SystemExit(2)
 async def failing(problem, trajectory): return float(problem.extra["no such column"])
 
 def by_index(problem, trajectory):
@@ -188,6 +189,10 @@ async def test_async_functions_are_tried_again(make: Any) -> None:
 async def test_an_async_function_that_fails_for_good_drops(make: Any) -> None:
     (t,) = await graded(make(function="mine.py:failing", function_retries=0), attempt())
     assert t.user_error == "KeyError" and "mine.py:" in t.error and t.reward is None
+    rewards = make(function="mine.py:leaving", function_retries=0)
+    for _ in range(2):
+        (t,) = await graded(rewards, attempt())
+        assert t.user_error == "SystemExit" and "mine.py:" in t.error and t.reward is None
     (t,) = await graded(make(function="mine.py:slow_service", function_retries=1, function_timeout_s=0.2), attempt())
     assert t.user_error == "Timeout" and "within reward.function_timeout_s=0.2, 2 times" in t.error
 

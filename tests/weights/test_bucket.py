@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from rstar2_megatron.records.disk import NotWritten
 from rstar2_megatron.weights.bucket import buckets
 from rstar2_megatron.weights.cuda_ipc import handle_of, open_device_bucket
 from rstar2_megatron.weights.shared_memory import SharedBucket
+from tests.small_disk import small_disk
 
 SENT = {
     "odd": torch.arange(3, dtype=torch.bfloat16),
@@ -33,6 +37,14 @@ def test_every_bucket_is_the_file_and_the_device_buffer_of_its_tensors() -> None
     assert names == [(["odd"], False), (["wide", "columns"], False), (["large"], False), (["scalar"], True)]
     assert arrived.keys() == SENT.keys()
     assert all(torch.equal(arrived[name], tensor) for name, tensor in SENT.items())
+
+
+def test_a_file_that_finds_no_room_is_told(tmp_path: Path) -> None:
+    """The route over a disk. A write to mapped memory would end the process by a signal."""
+    ((bucket, _),) = buckets([("large", torch.zeros(1 << 20))], 1 << 30)
+    expected = pytest.raises(NotWritten, match=r"could not write .*weights.* No space left on device \(.* MB are free there\)")
+    with small_disk(tmp_path / "small", 1) as disk, expected:
+        SharedBucket(bucket, disk / "weights")
 
 
 def test_the_stream_may_use_one_tensor_for_all() -> None:

@@ -139,7 +139,7 @@ def _apparmor_remedy() -> str:
 
 
 def choose_uids(layers: IsolationLayers, slots: int) -> None:
-    """In the launcher: one uid for each slot, in a range derived from its process id, so that two services differ."""
+    """In the launcher: one uid for each slot, in a range derived from its process id, so that two workers differ."""
     if os.geteuid() != 0:
         layers.record("own_uid", f"not root: calls run as uid {os.geteuid()}")
         return
@@ -147,10 +147,13 @@ def choose_uids(layers: IsolationLayers, slots: int) -> None:
         layers.record("own_uid", "root without the right to make namespaces: only one uid is mapped")
         return
     mapped = max(int(line.split()[0]) + int(line.split()[2]) for line in Path("/proc/self/uid_map").read_text().splitlines())
-    base = 1_000_000_000 + (os.getpid() % 1_000_000) * 1000 if mapped > 2_100_000_000 else 20_000 + (os.getpid() * 64) % 30_000
-    if base + slots > mapped:
+    first = 1_000_000_000 if mapped > 2_100_000_000 else 20_000
+    size = 1 << slots.bit_length()  # a node's workers have a slot more or less, and process ids beside each other
+    ranges = (min(mapped, 2_100_000_000) - first) // size
+    if ranges < 1:
         layers.record("own_uid", f"uids up to {mapped} only: calls run as uid 0")
         return
+    base = first + os.getpid() % ranges * size
     layers.uid_base = base
     layers.uids = range(base, base + slots)
     layers.record("own_uid")

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import rstar2_megatron
-from rstar2_megatron.judge.sandbox import linux
+from rstar2_megatron.judge.sandbox import isolation, linux
 from tests.judge.conftest import Run
 
 # Runs programs in one slot; tells their results, after each the number of the sandbox's processes, and the isolation.
@@ -182,3 +182,19 @@ def test_minimal_isolation_is_asked_for_by_name() -> None:
             assert process.stdout is not None and process.stdout.readline().startswith("judge ready")
         finally:
             process.terminate()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has several uids")
+@pytest.mark.parametrize("mapped", [4_294_967_295, 65_536])
+def test_workers_of_a_node_share_no_uid(mapped: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where namespaces are refused it is the uid that keeps calls apart."""
+    monkeypatch.setattr(Path, "read_text", lambda path: f"0 0 {mapped}\n")
+    for slots in (3, 2056):
+        taken: list[range] = []
+        for number in range(4):
+            monkeypatch.setattr(os, "getpid", lambda number=number: 4_000 + number)
+            layers = isolation.IsolationLayers()
+            isolation.choose_uids(layers, slots + number % 2)  # a node's workers have a slot more or less
+            assert layers.uids and layers.uids.stop <= mapped and len(layers.uids) == slots + number % 2
+            assert not any(set(layers.uids) & set(other) for other in taken)
+            taken.append(layers.uids)
