@@ -32,6 +32,13 @@ LEVELS = ("minimal", "partial", "full")  # of isolation
 WALL_FACTOR = 8
 OPTION_NAMES = tuple(_ENVIRONMENT.values())
 
+# Limits of every call:
+OUTPUT_LIMIT_MB = 16  # written output that ends it
+DISK_MB = 64  # private tmpfs, or the largest file where there is no tmpfs
+PROCESSES = 128
+OPEN_FILES = 256
+_COMPILE_TIME_S = 15.0  # added to the time limit of a C++ call
+
 
 def cores() -> int:
     """Cores that this process may use, which a container may have less of than its machine."""
@@ -69,11 +76,6 @@ class CallLimits(NamedTuple):
     time_limit_s: float = 10.0  # wall time; longer while it waits for a core
     memory_mb: int = 512  # beyond the interpreter with numpy and sympy loaded
     output_chars: int = 1000  # of stdout and of stderr that are returned
-    output_limit_mb: int = 16  # written output that ends the call
-    disk_mb: int = 64  # private tmpfs, or the largest file where there is no tmpfs
-    processes: int = 128
-    open_files: int = 256
-    compile_time_s: float = 15.0  # added to the time limit of a C++ call
 
     def longest_s(self, kind: str) -> float:
         """Seconds after which a call of this type ("cpp" is compiled first) has ended, however busy the machine is."""
@@ -81,7 +83,7 @@ class CallLimits(NamedTuple):
 
     def usual_s(self, kind: str) -> float:
         """Seconds after which it has ended on a machine with a free core."""
-        return self.time_limit_s + (self.compile_time_s if kind == "cpp" else 0.0)
+        return self.time_limit_s + (_COMPILE_TIME_S if kind == "cpp" else 0.0)
 
     @classmethod
     def from_environment(cls) -> CallLimits:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from rstar2_megatron.judge.libraries import LIBRARIES
-from rstar2_megatron.judge.limits import MEGABYTE, CallLimits
+from rstar2_megatron.judge.limits import DISK_MB, MEGABYTE, OUTPUT_LIMIT_MB, CallLimits
 from rstar2_megatron.judge.outcome import Outcome, make_result
 from rstar2_megatron.judge.sandbox import isolation, linux
 from rstar2_megatron.judge.sandbox.call_parent import CallEnd, CallParent
@@ -67,7 +67,7 @@ class Runner:
     shortage_before: tuple[int, int]  # of the group
 
     def __init__(
-        self, layers: IsolationLayers, slot: int, group: SlotGroup | None, scratch: str, worker: socket.socket | None = None
+        self, layers: IsolationLayers, slot: int, group: SlotGroup | None, scratch: str, worker: socket.socket
     ) -> None:
         """`scratch` holds working directories where there is no private tmpfs. `worker` becomes readable when the running
         call is cancelled, and is sent DEMOTED when the call is demoted (see Supervision)."""
@@ -90,7 +90,7 @@ class Runner:
         """Give the control group the call's limit and share."""
         if self.group is not None:
             self.group.set_share(CpuShare.NEW)
-            self.group.set_limit((self.limits.memory_mb + self.limits.disk_mb + 32) * MEGABYTE)
+            self.group.set_limit((self.limits.memory_mb + DISK_MB + 32) * MEGABYTE)
             self.shortage_before = self.group.shortage()
 
     def _killed_for_memory(self) -> Outcome | None:
@@ -120,7 +120,6 @@ class Runner:
 
         The kernel ends it after `cpu_seconds` (-1: never), should the watch on its wall time fail.
         """
-        limits = self.limits
         has_input = bool(job.get("input"))
         if has_input:
             stdin = linux.memory_file(job["input"].encode("utf-8", "surrogatepass"))
@@ -132,26 +131,24 @@ class Runner:
         if self.layers.uid_base is not None:  # or the program could not open /dev/stdout
             for fd in descriptors[1:]:
                 os.fchown(fd, self.layers.uid_base + self.slot, -1)
-        sandbox_limits = isolation.SandboxLimits.of(limits, self.directory)
-        memory_bytes = limits.memory_mb * MEGABYTE
-        program = Program(job["type"], job["solution"], job.get("files"), has_input, sandbox_limits, cpu_seconds, memory_bytes)
+        memory_bytes = self.limits.memory_mb * MEGABYTE
+        program = Program(job["type"], job["solution"], job.get("files"), has_input, self.directory, cpu_seconds, memory_bytes)
         try:
             start(program, descriptors)
         finally:
             for fd in descriptors:
                 os.close(fd)
-        kept = limits.output_limit_mb * MEGABYTE
+        kept = OUTPUT_LIMIT_MB * MEGABYTE
         self.out, self.err = Output(out_reader, kept), Output(err_reader, kept)
 
     def _watch(self, ends: tuple[int, ...]) -> Outcome | None:
         """Wait until one of the descriptors `ends` becomes readable (None), or there is a reason to end the call."""
         supervision = self.supervision
-        cancellation = -1 if self.worker is None else self.worker.fileno()
+        cancellation = self.worker.fileno()
         poller = select.poll()
         streams = {stream.fd: stream for stream in (self.out, self.err)}
         for fd in (*ends, cancellation):
-            if fd >= 0:
-                poller.register(fd, select.POLLIN)
+            poller.register(fd, select.POLLIN)
         reads_streams = False  # from the first look on: most calls end before it, and pipes hold 64 KB
         while True:
             now = time.monotonic()
@@ -179,9 +176,8 @@ class Runner:
 
     def _tell_demotion(self) -> None:
         """Tell the worker that this call sleeps or runs long: another call may begin beside it."""
-        if self.worker is not None:
-            with contextlib.suppress(OSError):
-                self.worker.sendall(DEMOTED)
+        with contextlib.suppress(OSError):
+            self.worker.sendall(DEMOTED)
 
     def _result(
         self, job: dict[str, Any], verdict: Outcome | None, end: CallEnd, cost: float, session: str | None = None

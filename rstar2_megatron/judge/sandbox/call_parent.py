@@ -16,9 +16,8 @@ import socket
 import struct
 from typing import Any, NamedTuple, NoReturn
 
-from rstar2_megatron.judge.limits import CallLimits
 from rstar2_megatron.judge.sandbox import linux
-from rstar2_megatron.judge.sandbox.isolation import IsolationLayers, SandboxLimits
+from rstar2_megatron.judge.sandbox.isolation import IsolationLayers
 from rstar2_megatron.judge.sandbox.process_tree import end_group, resident_bytes
 from rstar2_megatron.judge.sandbox.sandbox import WARMUPS, Program, Sandbox
 
@@ -93,7 +92,7 @@ def serve_calls(connection: Connection, layers: IsolationLayers, slot: int) -> N
 def _warm_up() -> None:
     """Receive programs from this process itself: see `Sandbox._warm_up`."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    program = Program("python", "", None, False, SandboxLimits.of(CallLimits(), "/"), 0, 0)
+    program = Program("python", "", None, False, "/", 0, 0)
     for _ in range(WARMUPS):
         _send(ours, program, (0, 1, 2))
         _, received = _receive(theirs, bytearray(_LARGEST_MESSAGE))
@@ -104,7 +103,7 @@ def _warm_up() -> None:
 
 
 def _send(messages: socket.socket, program: Program, descriptors: tuple[int, ...]) -> None:
-    body = marshal.dumps((*program[:4], tuple(program.limits), *program[5:]))
+    body = marshal.dumps(tuple(program))
     if len(body) <= _LARGEST_MESSAGE:
         socket.send_fds(messages, [body], descriptors)
         return

@@ -18,7 +18,7 @@ import socket
 import struct
 from typing import NoReturn
 
-from rstar2_megatron.judge.limits import CallLimits
+from rstar2_megatron.judge.limits import PROCESSES
 from rstar2_megatron.judge.sandbox import linux, seccomp
 from rstar2_megatron.judge.sandbox.isolation import IsolationLayers
 from rstar2_megatron.judge.sandbox.process_tree import family, parent_of
@@ -100,7 +100,7 @@ def _may_start(parent: int) -> bool:
     for member in family(parent):
         with contextlib.suppress(OSError):
             count += len(os.listdir(f"/proc/{member}/task"))
-    return count - 1 < CallLimits().processes  # without the call parent
+    return count - 1 < PROCESSES  # without the call parent
 
 
 def _may_reach(parent: int, target: int) -> bool:

@@ -18,10 +18,10 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rstar2_megatron.judge.libraries import LIBRARIES
-from rstar2_megatron.judge.limits import MEGABYTE, CallLimits
+from rstar2_megatron.judge.limits import DISK_MB, MEGABYTE, OPEN_FILES, PROCESSES
 from rstar2_megatron.judge.sandbox import linux, seccomp
 from rstar2_megatron.judge.sandbox.linux import Step
 
@@ -265,9 +265,8 @@ def choose_remaining_layers(layers: IsolationLayers) -> None:
         layers.record("landlock", error)
     layers.record("clean_environment")
     if "private_root" in layers.active:
-        limits = SandboxLimits.of(CallLimits(), CALL_DIRECTORY)
         layers.record("private_tmpfs")  # until it fails: without it there are no steps to try
-        _try_in_child(layers, "private_tmpfs", lambda: linux.do(directory_steps(layers, 0, limits)))
+        _try_in_child(layers, "private_tmpfs", lambda: linux.do(directory_steps(layers, 0)))
     told = _try_in_child(layers, "seccomp", _compile_and_try_filters)
     if told:
         layers.filters = seccomp.Filters(*marshal.loads(told))
@@ -324,26 +323,13 @@ def _try_in_child(layers: IsolationLayers, layer: str, attempt: Callable[[], byt
     return b""
 
 
-class SandboxLimits(NamedTuple):
-    """The limits that a call's isolation depends on. Most calls share them, so their steps are prepared in advance."""
-
-    directory: str  # working directory
-    disk_mb: int
-    open_files: int
-    processes: int
-
-    @classmethod
-    def of(cls, limits: CallLimits, directory: str) -> SandboxLimits:
-        return cls(directory, limits.disk_mb, limits.open_files, limits.processes)
-
-
-def directory_steps(layers: IsolationLayers, slot: int, limits: SandboxLimits) -> list[Step]:
+def directory_steps(layers: IsolationLayers, slot: int) -> list[Step]:
     """A mount namespace with a private tmpfs, and the working directory in it; none where the machine refuses that."""
     if "private_tmpfs" not in layers.active:
         return []
     uid = None if layers.uid_base is None else layers.uid_base + slot
     owner = "" if uid is None else f",uid={uid},gid={uid}"
-    options = f"size={limits.disk_mb}m,nr_inodes=10000,mode=700{owner}"
+    options = f"size={DISK_MB}m,nr_inodes=10000,mode=700{owner}"
     steps: list[Step] = [
         linux.unshare_step(linux.CLONE_NEWNS),
         linux.mount_step("tmpfs", CALL_TMPFS, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, options),
@@ -364,7 +350,7 @@ def _readable_paths() -> list[str]:
     return [path for path in paths if os.path.exists(path)]
 
 
-def isolation_steps(layers: IsolationLayers, slot: int, limits: SandboxLimits, free_fd: int) -> list[Step]:
+def isolation_steps(layers: IsolationLayers, slot: int, directory: str, free_fd: int) -> list[Step]:
     """The system calls by which a process in a directory of its own enters all other layers, before it runs the program.
 
     `free_fd` is the lowest free descriptor at that moment.
@@ -374,21 +360,21 @@ def isolation_steps(layers: IsolationLayers, slot: int, limits: SandboxLimits, f
     if {"private_tmpfs", "pid_namespace"} <= layers.active:
         flags = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC
         steps.append(linux.mount_step("proc", "/proc", "proc", flags, "hidepid=2"))  # hides the namespace's first process
-    steps.append(("chdir", None, os.chdir, (limits.directory,)))
+    steps.append(("chdir", None, os.chdir, (directory,)))
     if layers.in_user_namespace and "process_limit" in layers.active:
         steps.append(linux.unshare_step(linux.CLONE_NEWUSER))
     for kind, value in (
-        *([] if "guard" in layers.active else [(resource.RLIMIT_NPROC, limits.processes)]),  # the guard counts itself
+        *([] if "guard" in layers.active else [(resource.RLIMIT_NPROC, PROCESSES)]),  # the guard counts itself
         (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_NOFILE, limits.open_files),
-        (resource.RLIMIT_FSIZE, limits.disk_mb * MEGABYTE),
+        (resource.RLIMIT_NOFILE, OPEN_FILES),
+        (resource.RLIMIT_FSIZE, DISK_MB * MEGABYTE),
         (resource.RLIMIT_MSGQUEUE, 0),
         (resource.RLIMIT_MEMLOCK, 0),
     ):
         steps.append((f"limit {kind}", None, resource.setrlimit, (kind, (value, value))))
     if "landlock" in layers.active:  # before the uid changes, which may not be able to reach the interpreter
         readable = None if "private_root" in layers.active else _readable_paths()
-        writable = CALL_TMPFS if "private_tmpfs" in layers.active else limits.directory
+        writable = CALL_TMPFS if "private_tmpfs" in layers.active else directory
         steps += linux.landlock_steps(writable, readable, layers.landlock, free_fd)
     if uid is not None:
         steps += [

@@ -13,9 +13,8 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
-from rstar2_megatron.judge.limits import CallLimits
 from rstar2_megatron.judge.sandbox import cpp, isolation, linux, snippet
-from rstar2_megatron.judge.sandbox.isolation import IsolationLayers, SandboxLimits
+from rstar2_megatron.judge.sandbox.isolation import CALL_DIRECTORY, IsolationLayers
 from rstar2_megatron.judge.sandbox.linux import Step
 from rstar2_megatron.judge.sandbox.process_tree import children
 
@@ -31,7 +30,7 @@ class Program(NamedTuple):
     source: str
     files: dict[str, str] | None  # path -> base64
     has_input: bool  # standard input is a file, not the null device
-    limits: SandboxLimits
+    directory: str  # working directory
     cpu_seconds: int  # -1: no limit
     memory_bytes: int  # of address space, beyond that at its start
 
@@ -61,12 +60,11 @@ class Sandbox:
         # A child tells by this pipe why it did not begin its program. It closes its own end, `failure_fd`, before the program.
         self.failures, self.failure_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.failure_fd = _CHANNEL + live
-        self.usual_limits = SandboxLimits.of(CallLimits(), isolation.CALL_DIRECTORY)
         # a live interpreter, which is forked only once, makes its own
-        self.new_directory = [] if live else isolation.directory_steps(layers, slot, self.usual_limits)
+        self.new_directory = [] if live else isolation.directory_steps(layers, slot)
         if self.new_directory:
             self.new_directory.insert(0, linux.return_step("mnt", linux.CLONE_NEWNS))
-        self.steps = self._steps(self.usual_limits)
+        self.steps = self._steps(CALL_DIRECTORY)
         with open("/proc/self/statm") as file:  # a call starts with the same
             self.address_space = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         self.before_fork, self.after_fork = oom_score_steps()
@@ -77,14 +75,14 @@ class Sandbox:
         # Everything that is the same for all calls is done here, once.
         self.counter = snippet.make_streams()
         sys.argv[:] = [snippet.FILE_NAME]
-        sys.path_importer_cache.pop(isolation.CALL_DIRECTORY, None)  # that there is no such directory
+        sys.path_importer_cache.pop(CALL_DIRECTORY, None)  # that there is no such directory
         if not live:  # a live interpreter is forked only once
             signal.signal(signal.SIGXCPU, snippet.end_at_limit)
             self.program_file = os.devnull
             self._warm_up()
             self.program_file = snippet.FILE_NAME
             gc.freeze()  # the collection at a call's end would write to, and so copy, what it inherits
-            snippet.new_main_module(f"{isolation.CALL_DIRECTORY}/{snippet.FILE_NAME}")
+            snippet.new_main_module(f"{CALL_DIRECTORY}/{snippet.FILE_NAME}")
 
     def make_directory(self) -> None:
         """Make the next call's mount namespace with its working directory, and drop the last call's.
@@ -94,18 +92,17 @@ class Sandbox:
         """
         linux.do(self.new_directory)
 
-    def _steps(self, limits: SandboxLimits) -> list[Step]:
-        is_made = not self.live and limits.disk_mb == self.usual_limits.disk_mb
+    def _steps(self, directory: str) -> list[Step]:
         free_fd = self.failure_fd + 1
         return [
             linux.close_from_step(free_fd),
-            *([] if is_made else isolation.directory_steps(self.layers, self.slot, limits)),
+            *(isolation.directory_steps(self.layers, self.slot) if self.live else []),
             # A process group and not a session: where the kernel weighs sessions (autogroup), niceness has no effect
             # between calls in different sessions.
             ("setpgid", None, os.setpgid, (0, 0)),
             # Orphans become the program's children: their CPU time counts as its own.
             linux.prctl_step("adopt orphans", linux.PR_SET_CHILD_SUBREAPER, 1),
-            *isolation.isolation_steps(self.layers, self.slot, limits, free_fd),
+            *isolation.isolation_steps(self.layers, self.slot, directory, free_fd),
         ]
 
     def fork(self, begin: Callable[[], Any]) -> int:
@@ -154,11 +151,11 @@ class Sandbox:
         # No target is a later source: the pipe's writer is above 3, because its reader was opened first.
         for target, source in enumerate(descriptors):
             os.dup2(source, target)
-        kind, source, files, _, limits, cpu_s, memory_bytes = program
+        kind, source, files, _, directory, cpu_s, memory_bytes = program
         memory = self.address_space + memory_bytes
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + (cpu_s >= 0)))  # SIGXCPU, a second later SIGKILL
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-        linux.do(self.steps if limits == self.usual_limits else self._steps(SandboxLimits(*limits)))
+        linux.do(self.steps if directory == CALL_DIRECTORY else self._steps(directory))
         if self.live:
             return
         if kind == "python":
@@ -168,10 +165,10 @@ class Sandbox:
 
     def _run(self, program: tuple[Any, ...]) -> int:
         """Run the program. Returns its exit code; C++ programs and live interpreters do not return."""
-        kind, source, _, has_input, limits, cpu_s, _ = program
-        if limits[0] != sys.path[0]:  # without a private tmpfs
-            sys.path[0] = os.environ["HOME"] = os.environ["TMPDIR"] = limits[0]
-            sys.modules["__main__"].__file__ = f"{limits[0]}/{snippet.FILE_NAME}"
+        kind, source, _, has_input, directory, cpu_s, _ = program
+        if directory != sys.path[0]:  # without a private tmpfs
+            sys.path[0] = os.environ["HOME"] = os.environ["TMPDIR"] = directory
+            sys.modules["__main__"].__file__ = f"{directory}/{snippet.FILE_NAME}"
         if kind == "cpp":
             return cpp.build_and_run(source, cpu_s - 1)
         if has_input:
@@ -191,10 +188,9 @@ class Sandbox:
         (_, cpu_s), (_, memory) = rlimits.values()
         prepared = self.steps
         self.steps = [("no system call", -1, linux.system_call, (-1,))] * 10
-        limits = tuple(self.usual_limits)
         with snippet.descriptors_of_a_call():
             for source in ("import math\nx = 3\nprint(x + 1)", "1 + 1") * WARMUPS:
-                program = ("python", source, None, False, limits, cpu_s - (cpu_s > 0), memory - self.address_space)
+                program = ("python", source, None, False, CALL_DIRECTORY, cpu_s - (cpu_s > 0), memory - self.address_space)
                 self._enter(program, (0, 1, 2))
                 snippet.new_main_module(None)
                 self._run(program)

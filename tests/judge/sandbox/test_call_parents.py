@@ -27,8 +27,7 @@ def test_a_call_ended_at_any_moment_leaves_its_program_to_nobody(tmp_path: Path)
     program = """
 import os, random, time
 from rstar2_megatron.judge.sandbox.call_parent import CallParent, make_connection, serve_calls
-from rstar2_megatron.judge.sandbox.isolation import SandboxLimits, IsolationLayers
-from rstar2_megatron.judge.limits import CallLimits
+from rstar2_megatron.judge.sandbox.isolation import IsolationLayers
 from rstar2_megatron.judge.sandbox.sandbox import Program
 
 ours, theirs = make_connection()
@@ -41,8 +40,7 @@ null = os.open("/dev/null", os.O_RDONLY)
 
 def start(source):
     reader, writer = os.pipe()
-    limits = SandboxLimits.of(CallLimits(), os.getcwd())
-    parent.start(Program("python", source, None, False, limits, 10, 1 << 30), (null, writer, writer))
+    parent.start(Program("python", source, None, False, os.getcwd(), 10, 1 << 30), (null, writer, writer))
     os.close(writer)
     return reader
 
