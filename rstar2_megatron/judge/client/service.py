@@ -29,6 +29,8 @@ _STEADY_S = 60.0  # a service that ran for so long is no failed restart
 RECOVERED = "started again"
 """In each line of the service's log that says that a part of it died."""
 _SILENCE_S = 8.0  # how long to wait for the first answer of a judge that the YAML names
+WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Opens a judge's addresses as the client does: HTTP_PROXY of the environment is for other hosts."""
 
 
 class JudgeServiceError(RuntimeError):
@@ -262,7 +264,7 @@ class CodeJudgeService(JudgeService):
 
 def _answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/ping", timeout=2) as reply:
+        with WITHOUT_PROXY.open(f"{url}/ping", timeout=2) as reply:
             return bool(reply.status == 200)
     except (OSError, ValueError):  # URLError is an OSError
         return False

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import socket
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -16,7 +17,9 @@ import pytest
 
 from rstar2_megatron.judge.client import service as module
 from rstar2_megatron.judge.client.client import JudgeClient
-from rstar2_megatron.judge.client.service import JudgeService, JudgeServiceError
+from rstar2_megatron.judge.client.service import CodeJudgeService, JudgeService, JudgeServiceError
+from rstar2_megatron.runs.check.subjects.judge import importable
+from rstar2_megatron.settings.schema import CodeJudgeSettings
 from tests.judge.waiting import until
 
 pytestmark = pytest.mark.ci
@@ -75,3 +78,17 @@ async def test_a_judge_that_cannot_be_started_again_is_given_up(watched: JudgeSe
         await until(lambda: watched.failure is not None, "the end of the restarts")
     with pytest.raises(JudgeServiceError, match=r"started again 2 times in vain: .*code 1\njudge: error: cannot listen on"):
         watched.check()
+
+
+def test_a_proxy_of_the_environment_is_not_for_the_judge(judge_service: JudgeService, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clusters set HTTP_PROXY, and it reaches no address inside them."""
+    monkeypatch.setattr(urllib.request, "_opener", None)  # what an earlier test has opened
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    url = urlsplit(judge_service.url)
+    assert url.hostname and url.port
+    settings = CodeJudgeSettings(host_addr=url.hostname, host_port=url.port)
+    named = CodeJudgeService(settings, Path("unused.log"))
+    named.begin()
+    assert named.wait_ready() == judge_service.url
+    assert importable(judge_service.url, None)

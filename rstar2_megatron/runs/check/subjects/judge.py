@@ -10,7 +10,7 @@ import urllib.request
 from typing import Any
 
 from rstar2_megatron.judge.client.client import JudgeClient
-from rstar2_megatron.judge.client.service import CodeJudgeService, JudgeServiceError
+from rstar2_megatron.judge.client.service import WITHOUT_PROXY, CodeJudgeService, JudgeServiceError
 from rstar2_megatron.runs.check.context import Context
 from rstar2_megatron.runs.check.process import Job
 from rstar2_megatron.runs.check.result import Check, CheckFailed, Finding
@@ -42,7 +42,7 @@ async def _call_judge(url: str, calls: int, token: str | None) -> dict[str, Any]
 def importable(url: str, token: str | None) -> dict[str, str]:
     """What programs may import, each package with its version, at all workers of this judge; {} from the public server."""
     request = urllib.request.Request(f"{url}/status", headers={"Authorization": f"Bearer {token}"} if token else {})
-    with urllib.request.urlopen(request, timeout=10) as reply:
+    with WITHOUT_PROXY.open(request, timeout=10) as reply:
         workers = json.load(reply).get("workers") or {}
     told = [worker.get("libraries") or {} for worker in workers.values()] if isinstance(workers, dict) else []
     packages = sorted({package for libraries in told for package in libraries})
