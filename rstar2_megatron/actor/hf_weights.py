@@ -291,6 +291,8 @@ def write_hf_directory(
     if dtype is None:
         raise ValueError(f"there is no weight to write to {final}")
     _copy_config(source, partial, {**(keys or {}), "dtype": dtype})
+    for name in names:  # safetensors gives its files to their owner alone, whatever the umask is
+        shutil.copymode(partial / "config.json", partial / name)
     replace_directory(partial, final)
 
 

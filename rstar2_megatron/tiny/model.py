@@ -10,6 +10,7 @@ the four heads of the first layer. Nothing else is set by hand, and every weight
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 
 import torch
@@ -77,3 +78,4 @@ def save_model(model: Qwen2ForCausalLM, directory: Path) -> None:
     logging.disable_progress_bar()  # a bar for one file of 6 MB
     model.save_pretrained(directory)
     logging.enable_progress_bar()
+    shutil.copymode(directory / "config.json", directory / "model.safetensors")  # which safetensors gives to its owner alone

@@ -92,6 +92,8 @@ def test_sharded_checkpoint_is_read_and_written(
     files = set(index["weight_map"].values())
     assert len(files) > 2
     assert files == {f.name for f in sharded.glob("*.safetensors")}
+    # who may read the configuration may read the weights: a model is served by another user, or shared by a group
+    assert {f.stat().st_mode for f in sharded.iterdir()} == {(sharded / "config.json").stat().st_mode}
     assert sum(p.numel() for p in reference.load(sharded).parameters()) == sum(t.numel() for t in source.values())
     weights = pool.run(training.round_trip, 2, settings(model=TP2), sharded, tmp_path / "again")[0]
     assert all(torch.equal(weights[name], source[name]) for name in source)
