@@ -90,7 +90,7 @@ class LocalRollout(RolloutWorker):
         self._group_name, self._device = "engines", "cpu"
         self._judge: Any = PaperJudge(number)
         self._engine = PaperClient(settings.rollout, seed=number)
-        self._budget = self._runner = self._store = self._generating = None
+        self._budget = self._runner = self._generating = None
         self._judge_counters = Counter()
 
 
@@ -138,13 +138,13 @@ class Phase:
         shown = choose_shown(groups, resampled, self.settings.runner.save_trajectories_per_step)
         for trajectory in (t for one in shown for t in one.group.trajectories):
             if held := trajectory.held:
-                give_back(trajectory, self.workers[held.worker]._stored().tokens([held.number])[0])
+                give_back(trajectory, self.workers[held.worker]._store.tokens([held.number])[0])
         kept = [t for result in resampled for t in result.kept]
         advantages_of([result.kept for result in resampled], self.settings.algorithm)
         for worker in self.workers:
             numbers = [t.held.number for t in kept if t.held and t.held.worker == worker.number]
             if numbers:
-                block: TokenBlock = worker._stored().block(numbers)
+                block: TokenBlock = worker._store.block(numbers)
                 assert len(block.ends) == len(numbers)
         metrics = step_metrics(groups, resampled, {}, stats, {"step": 1.0, "rollout": 1.0, "training": 1.0})
         self.files.append(1, metrics, groups, shown)

@@ -26,40 +26,31 @@ class RewardWorker(TracedWorker, Worker):
     def ready(self) -> bool:
         return True
 
-    async def serve(self, channel: Channel) -> dict[str, float]:
+    async def serve(self, channel: Channel) -> None:
         """Grade trajectories from ENDED and send them to TO_DRIVER, until a None arrives.
 
-        Messages are graded concurrently, so a slow grading does not delay others. Returns the number of trajectories and the
-        seconds of grading. An exception of the grading ends the loop.
+        Messages are graded concurrently, so a slow grading does not delay others. An exception of the grading ends the loop at
+        once, also while no message arrives.
         """
-        trajectories = 0
-        seconds = 0.0
-        grading: set[asyncio.Task[None]] = set()
         outbox = Outbox(lambda items: channel.put(pack(items), key=TO_DRIVER, async_op=True).async_wait())
 
         async def handle(ended: list[RolloutResult]) -> None:
-            nonlocal seconds
             start = time.perf_counter()
             with TRACE.span("grade", GRADING, trajectories=len(ended)):
                 await self._rewards.grade([(item.problem, item.trajectory) for item in ended if item.trajectory.usable])
             took = time.perf_counter() - start
-            seconds += took
             for item in ended:
                 item.grading_s = took
                 outbox.add(item)
 
-        while True:
-            message: bytes | None = await channel.get(key=ENDED, async_op=True).async_wait()
-            for task in [task for task in grading if task.done()]:
-                grading.remove(task)
-                task.result()
-            if message is None:
-                await asyncio.gather(*grading)
-                await outbox.flush()
-                return {"trajectories": float(trajectories), "seconds": seconds}
-            ended = unpack(message)
-            trajectories += len(ended)
-            grading.add(asyncio.create_task(handle(ended)))
+        try:
+            async with asyncio.TaskGroup() as grading:
+                message: bytes | None
+                while (message := await channel.get(key=ENDED, async_op=True).async_wait()) is not None:
+                    grading.create_task(handle(unpack(message)))
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None  # the driver knows it by its own type
+        await outbox.flush()
 
     def shutdown(self) -> None:
         self._rewards.close()

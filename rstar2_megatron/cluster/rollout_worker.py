@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,7 @@ class RolloutWorker(TracedWorker, Worker):
         self._started = False
         self._receiver = WeightReceiver(self, self._number)
         self._engine_workers: list[Any] = []
-        self._store: TokenStore | None = None
+        self._store = TokenStore(self._number)
         self._judge_counters: Counter[str] = Counter()  # of the phase under way
 
     @property
@@ -67,10 +66,9 @@ class RolloutWorker(TracedWorker, Worker):
         address = (self._group_name, self._rank)
         return Place(self._cluster_node_rank, tuple(self.global_accelerator_ids), address)
 
-    async def start_engine(self, model_path: str, judge_url: str) -> dict[str, float]:
-        """Start SGLang on `model_path` and connect to the judge. Returns the engine's KV capacity."""
+    async def start_engine(self, model_path: str, judge_url: str) -> int:
+        """Start SGLang on `model_path` and connect to the judge. Returns the engine's KV capacity in tokens."""
         settings = self._settings
-        start = time.perf_counter()
         tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
         self._template = ChatTemplate(tokenizer, settings.agentloop)
         self._judge = JudgeClient.of(judge_url, settings.tools.codejudge)
@@ -89,7 +87,7 @@ class RolloutWorker(TracedWorker, Worker):
         )
         self._started = True
         await self._engine.start()
-        return {"kv_capacity_tokens": float(self._engine.kv_capacity_tokens), "start_seconds": time.perf_counter() - start}
+        return self._engine.kv_capacity_tokens
 
     @traced
     async def receive_weights(self, route: WeightRoute, version: int) -> str:
@@ -141,21 +139,17 @@ class RolloutWorker(TracedWorker, Worker):
         self._engine_workers = engine_workers
 
     @traced
-    async def release_memory(self) -> dict[str, float]:
+    async def release_memory(self) -> None:
         """Release KV cache and weights for a collocated actor. Generation needs `resume_memory` first.
 
-        Returns the seconds it took. Raises EngineError while trajectories are being generated.
+        Raises EngineError while trajectories are being generated.
         """
-        start = time.monotonic()
         await self._engine.release_memory()
-        return {"release_seconds": time.monotonic() - start}
 
     @traced
-    async def resume_memory(self, tags: list[MemoryTag]) -> dict[str, float]:
+    async def resume_memory(self, tags: list[MemoryTag]) -> None:
         """Allocate memory again: `["weights"]` before `receive_weights`, `["kv_cache"]` once the actor has offloaded."""
-        start = time.monotonic()
         await self._engine.resume_memory(tags)
-        return {"resume_seconds": time.monotonic() - start}
 
     async def engine_lost(self) -> bool:
         return self._engine.lost
@@ -251,24 +245,18 @@ class RolloutWorker(TracedWorker, Worker):
 
     async def tokens(self, numbers: list[int]) -> list[Trajectory]:
         """Tokens of trajectories of the last phase, by their numbers in this worker's store."""
-        return self._stored().tokens(numbers)
+        return self._store.tokens(numbers)
 
     async def put_tokens(self, numbers: list[int]) -> tuple[list[Any], int]:
         """Put the training sequences of `numbers` into the object store as one block.
 
         Returns the block's reference in a list, and its trained tokens.
         """
-        return put_block(self._stored().block(numbers))
+        return put_block(self._store.block(numbers))
 
     async def forget_tokens(self, numbers: list[int]) -> None:
         """Free the tokens of `numbers`."""
-        if self._store is not None:
-            self._store.forget(numbers)
-
-    def _stored(self) -> TokenStore:
-        if self._store is None:
-            raise RuntimeError(f"rollout worker {self._number} holds no tokens: it has run no phase")
-        return self._store
+        self._store.forget(numbers)
 
     async def load(self) -> EngineLoad | None:
         """The current activity of this worker; None between phases."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
@@ -100,7 +99,7 @@ class WeightSender:
         if route.kind == "broadcast":
             calls = self._deliver(targets, route, number, (bucket.places, weights_checksum(bucket.tensors())), last)
             work: Any = self._worker.broadcast(bucket.data, groups=_collective(route), async_op=True)
-            _within(work.wait, calls, route.step_timeout_s)
+            _within(work, calls, route.step_timeout_s)
         else:
             path = None
             if route.kind == "disk":
@@ -145,30 +144,20 @@ def _demand(answers: list[str]) -> None:
         raise TransferFailed(refused[0])
 
 
-def _within(wait: Any, calls: list[Any], timeout_s: float) -> None:
-    """Call the uninterruptible `wait` of a broadcast in a thread.
+def _within(work: Any, calls: list[Any], timeout_s: float) -> None:
+    """Wait for a broadcast, whose own wait nothing can interrupt.
 
     Raises TransferFailed after `timeout_s`, or as soon as an engine refuses the bucket, which then may never join.
     """
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            wait()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
     deadline = time.monotonic() + timeout_s
-    while thread.is_alive() and time.monotonic() < deadline:
-        thread.join(_LOOK_S)
-        answered, _ = ray.wait(calls, num_returns=len(calls), timeout=0)
+    while not work.done():
+        if time.monotonic() >= deadline:
+            raise TransferFailed(f"the broadcast of a bucket did not end within {timeout_s:.0f} s")
+        answered, waiting = ray.wait(calls, num_returns=len(calls), timeout=_LOOK_S)
         _demand(ray.get(answered))
-    if thread.is_alive():
-        raise TransferFailed(f"the broadcast of a bucket did not end within {timeout_s:.0f} s")
-    if errors:
-        raise errors[0]
+        if not waiting:  # all have the bucket, so this end is about to return
+            time.sleep(0.01)
+    work.wait()
 
 
 def _fits_host(num_bytes: int) -> bool:

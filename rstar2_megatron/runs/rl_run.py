@@ -44,7 +44,6 @@ from rstar2_megatron.settings.placement import collocated, slots_of, visible_gpu
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.training import gates
 from rstar2_megatron.training.collapse import PASS_RATE, CollapseError, CollapseWatch, EmptySteps
-from rstar2_megatron.training.colocation import is_colocated
 from rstar2_megatron.training.drift import logprob_drift
 from rstar2_megatron.training.metrics import header_line, step_line, step_metrics
 from rstar2_megatron.training.trainer import Trainer
@@ -115,7 +114,7 @@ class RLRun(ClusterRun):
         address = self.actor.call("rendezvous_address", timeout_s=timeout, ranks=[0])[0]
         actors = self.actor.start("initialize", model, address, self.cluster.device)
         shared = collocated(settings.cluster, slots_of(settings.cluster, visible_gpus()))
-        colocated = is_colocated(settings.actor, shared_slots=shared)
+        colocated = shared and settings.actor.offloads
         if colocated:  # an engine sizes its KV cache by the memory that it finds free
             actors.result(timeout)
             self.actor.call("offload", timeout_s=timeout)
@@ -133,7 +132,7 @@ class RLRun(ClusterRun):
                 self._say(f"{dropped} problems left out: longer than data.max_prompt_length")
         self.loader = ProblemLoader(problems, data, max_epochs=settings.runner.max_epochs)
         self.held_out = read_problems(data.val_data_paths, data) if data.val_data_paths else []
-        engine_figures = engines.result(timeout)
+        kv_tokens = sum(engines.result(timeout))
         actor_figures = actors.result(timeout)[0]
         end = DriverEnd(self.cluster.channel, self.rollout, self.reward, settings.runner)
         self.coordinator = RolloutCoordinator(end, settings)
@@ -148,10 +147,9 @@ class RLRun(ClusterRun):
         if settings.runner.metrics_port is not None:
             self._serve_metrics(settings.runner.metrics_port)
         self.profiles = StepProfiles(self.directory, settings.runner.profiler, self.actor, self.rollout)
-        kv_tokens = sum(f["kv_capacity_tokens"] for f in engine_figures)
         self._say(
             f"ready: {actor_figures['actor/parameters'] / 1e6:.2f} M parameters on {len(self.actor)} actor ranks, "
-            f"{len(self.rollout)} engines with {kv_tokens:.0f} KV tokens, {len(problems)} problems, "
+            f"{len(self.rollout)} engines with {kv_tokens} KV tokens, {len(problems)} problems, "
             + (f"judge at {judge_url}" if settings.agentloop.needs_judge else "no tool that needs the Code Judge")
         )
 

@@ -15,7 +15,7 @@ from rstar2_megatron.records.jsonl_file import JsonlFile
 from rstar2_megatron.records.model_format import write_format
 from rstar2_megatron.report.draw import SFT_PANELS, draw_run
 from rstar2_megatron.runs.cluster_run import ClusterRun
-from rstar2_megatron.settings.schema import PreferenceSettings, SFTPhaseSettings, SFTSettings
+from rstar2_megatron.settings.schema import SFTPhaseSettings, SFTSettings
 from rstar2_megatron.sft.rows import load_sft_rows
 from rstar2_megatron.sft.training import Metrics, run_sft_phase, sft_phase_of, validation_loss
 
@@ -31,7 +31,7 @@ class SFTRun(ClusterRun):
     """The same of the validation data; None without any."""
 
     @property
-    def section(self) -> SFTSettings | PreferenceSettings:
+    def section(self) -> SFTSettings:
         """The settings of this kind of run."""
         return self.settings.sft
 

@@ -106,8 +106,9 @@ def component_slots(cluster: ClusterSettings, total: int) -> dict[str, list[int]
     """Slots of actor, rollout and reward.
 
     Understands `all`, ranks and ranges ("0-3", "0,2-3", 0), several components in one key, and the part
-    before ":" of RLinf's "slots:processes". Placements by node group are left out, because only RLinf resolves
-    them. Raises ValueError for a component that is missing or placed twice, and for slots that do not exist.
+    before ":" of RLinf's "slots:processes". With `node_group` the numbers are those of the whole cluster too: RLinf's
+    ModelParallelComponentPlacement takes them so. Raises ValueError for a component that is missing or placed twice, and for
+    slots that do not exist.
     """
     placement = cluster.component_placement
     if not isinstance(placement, Mapping):
@@ -133,22 +134,20 @@ def component_slots(cluster: ClusterSettings, total: int) -> dict[str, list[int]
     slots: dict[str, list[int]] = {}
     for component in COMPONENTS:
         value = written[component]
-        if isinstance(value, Mapping) and value.get("node_group") is None:
-            value = value.get("placement")
-        if isinstance(value, str | int):
-            slots[component] = parse_slots(component, value, total)
+        place: Any = value.get("placement") if isinstance(value, Mapping) else value
+        slots[component] = parse_slots(component, place, total)
     return slots
 
 
 def collocated(cluster: ClusterSettings, slots: Slots) -> bool:
     """True when an engine is on a slot of the actor, so that both share its memory."""
     places = component_slots(cluster, slots.count)
-    return bool(set(places.get("actor", [])) & set(places.get("rollout", [])))
+    return bool(set(places["actor"]) & set(places["rollout"]))
 
 
 def first_engine(settings: Settings, slots: Slots) -> tuple[int, ...]:
     """Slots of the first engine by their numbers on its node: every n-th of the actor's where its TP is n times as large."""
-    first = component_slots(settings.cluster, slots.count).get("rollout", [0])[0]
+    first = component_slots(settings.cluster, slots.count)["rollout"][0]
     size, on_node = settings.rollout.tensor_parallel_size, slots.count // settings.cluster.num_nodes
     actor_size = settings.actor.model.tensor_model_parallel_size if collocated(settings.cluster, slots) else 1
     return tuple((first + number * max(1, actor_size // size)) % on_node for number in range(size))

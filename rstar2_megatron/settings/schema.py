@@ -17,10 +17,7 @@ from rstar2_megatron.settings.sections.algorithm import (
     AlgorithmSettings,
     DownSamplingConfig,
     DownSamplingSettings,
-    OverlongSettings,
-    RefillSettings,
     SamplingParams,
-    TurnReturnsSettings,
 )
 from rstar2_megatron.settings.sections.base import Section
 from rstar2_megatron.settings.sections.environment import (
@@ -35,56 +32,9 @@ from rstar2_megatron.settings.sections.environment import (
 )
 from rstar2_megatron.settings.sections.preference import PreferenceSettings
 from rstar2_megatron.settings.sections.recipe import ColdStartSettings, DifficultyFilterSettings, SFTPhaseSettings, SFTSettings
-from rstar2_megatron.settings.sections.rollout import RolloutModelSettings, RolloutSettings, SGLangSettings
-from rstar2_megatron.settings.sections.run import (
-    AssumedNode,
-    ClusterSettings,
-    LoggerSettings,
-    ProfilerSettings,
-    RunnerSettings,
-    StopCondition,
-)
+from rstar2_megatron.settings.sections.rollout import RolloutModelSettings, RolloutSettings
+from rstar2_megatron.settings.sections.run import AssumedNode, ClusterSettings, ProfilerSettings, RunnerSettings, StopCondition
 from rstar2_megatron.settings.sections.search import SearchSettings
-
-__all__ = [
-    "ActorModelSettings",
-    "ActorSettings",
-    "AgentLoopSettings",
-    "AlgorithmSettings",
-    "AssumedNode",
-    "ClusterSettings",
-    "CodeJudgeSettings",
-    "ColdStartSettings",
-    "DataSettings",
-    "DifficultyFilterSettings",
-    "DownSamplingConfig",
-    "DownSamplingSettings",
-    "EvaluationSettings",
-    "LoggerSettings",
-    "LrSchedSettings",
-    "McpSettings",
-    "OptimSettings",
-    "OverlongSettings",
-    "OwnToolSettings",
-    "PreferenceSettings",
-    "ProfilerSettings",
-    "RefillSettings",
-    "RewardSettings",
-    "RolloutModelSettings",
-    "RolloutSettings",
-    "RunnerSettings",
-    "SFTPhaseSettings",
-    "SFTSettings",
-    "SGLangSettings",
-    "SamplingParams",
-    "SearchSettings",
-    "Section",
-    "Settings",
-    "StopCondition",
-    "ToolsSettings",
-    "TurnReturnsSettings",
-    "WeightSyncSettings",
-]
 
 
 class Settings(Section):

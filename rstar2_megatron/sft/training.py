@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from rstar2_megatron.cluster.calls import WorkerGroup
 from rstar2_megatron.cluster.tokens import put_sequences
-from rstar2_megatron.settings.schema import PreferenceSettings, SFTPhaseSettings, SFTSettings
+from rstar2_megatron.settings.schema import SFTPhaseSettings, SFTSettings
 from rstar2_megatron.sft.rows import SFTRows
 
 # Steps sent to the actor in one call: a call costs about 10 ms, a tiny step not much more.
@@ -25,7 +25,7 @@ _STEPS_PER_CALL = 10
 Metrics = dict[str, float]
 
 
-def sft_phase_of(sft: SFTSettings | PreferenceSettings, num_rows: int) -> SFTPhaseSettings:
+def sft_phase_of(sft: SFTSettings, num_rows: int) -> SFTPhaseSettings:
     """The phase of `epochs` over `num_rows` rows; the last batch of an epoch may take rows of the next."""
     steps = math.ceil(sft.epochs * num_rows / sft.batch_size)
     if sft.max_steps is not None:

@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from typing import Literal
 
 from rstar2_megatron.cluster.calls import WorkerGroup
-from rstar2_megatron.settings.schema import ActorSettings
 
 _ACTOR_ANYWHERE = frozenset(
     {
@@ -39,11 +38,6 @@ _ACTOR_ANYWHERE = frozenset(
 )
 _ACTOR_WEIGHTS = frozenset({"send_weights", "weights_checksum", "export_hf"})
 _ENGINE_WEIGHTS = frozenset({"receive_weights", "weights_checksum"})
-
-
-def is_colocated(actor: ActorSettings, *, shared_slots: bool) -> bool:
-    """Whether actor and engines sleep in turn: on shared slots, when the YAML offloads a part of the actor."""
-    return shared_slots and (actor.offload_weight or actor.offload_grad or actor.offload_optimizer)
 
 
 class Colocation:

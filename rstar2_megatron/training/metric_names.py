@@ -33,7 +33,7 @@ _NAMES = {
     "eval": (
         "average average_low average_high reward problems samples missing tool_calls tool_error_ratio "
         "tool_error_ratio_positive no_tool_ratio num_turns response_length response_length_p50 response_length_p90 "
-        "max_of_response_length generated_length"
+        "max_of_response_length generated_length seconds"
     ),
 }
 KNOWN = frozenset(f"{prefix}/{name}" for prefix, names in _NAMES.items() for name in names.split())

@@ -10,8 +10,14 @@ import pytest
 from rlinf.scheduler import Channel
 
 from rstar2_megatron.cluster.calls import ChannelReader, DeadlineExceeded, WorkerFailed, WorkerGroup, WorkerLost
+from rstar2_megatron.cluster.channel import ENDED, pack
 from rstar2_megatron.cluster.launch import TrainingCluster
-from tests.cluster.conftest import kill_channel, ray_processes
+from rstar2_megatron.cluster.reward_worker import RewardWorker
+from rstar2_megatron.rollout.messages import RolloutResult
+from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.trajectory import Problem
+from tests.algorithm.trajectories import trajectory
+from tests.cluster.conftest import CALL_S, Launch, kill_channel, ray_processes
 
 
 @pytest.fixture
@@ -71,3 +77,16 @@ def test_nothing_listens_beyond_loopback(senders: WorkerGroup, receivers: Worker
     }
     assert not outside
     assert any("ray" in p.name() for p in family)  # the processes we speak about are there
+
+
+def test_a_grading_that_fails_is_known_at_once_while_no_further_message_comes(
+    launch: Launch, settings: Settings, channel: Channel
+) -> None:
+    """As the last trajectories of a phase: the driver would wait for them until its deadline."""
+    reward: WorkerGroup = launch(RewardWorker, "reward", settings.reward, max_concurrency=16)
+    grading = reward.start("serve", channel)
+    reward.call("shutdown", timeout_s=CALL_S)  # its graders are gone
+    problem = Problem("problem", [], ["1"])
+    channel.put(pack([RolloutResult(0, 1, 0, problem, trajectory())]), key=ENDED)
+    with pytest.raises(WorkerFailed, match=r"\.serve failed:(?s:.)*RuntimeError: the grader pool is closed"):
+        grading.result(30)

@@ -12,6 +12,7 @@ from rstar2_megatron.cluster.phases.coordinator import PhaseResult
 from rstar2_megatron.evaluation.held_out import evaluate
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.settings.load import load_settings
+from rstar2_megatron.training.metric_names import unknown_metric
 from rstar2_megatron.trajectory import FinishReason, Group, Problem
 from tests.algorithm.trajectories import trajectory
 
@@ -53,6 +54,7 @@ def test_scores_of_all_and_of_each_task(tmp_path: Path) -> None:
     assert metrics["eval/missing"] == 1 and metrics["eval/problems"] == 3
     assert metrics["eval/easy/average"] == 0.75 and metrics["eval/hard/average"] == 0.0
     assert metrics["eval/easy/pass@2"] == 1.0 and "eval/x/average" not in metrics
+    assert [name for name in metrics if unknown_metric(name)] == []  # a condition may be on each
     assert "avg@2 0.500" in str(result) and "1 attempts spoiled" in str(result)
     rows = [json.loads(line) for line in (tmp_path / "e" / "held-out_at_step_4.jsonl").read_text().splitlines()]
     assert [(row["query_id"], row["reward"]) for row in rows][-2:] == [("c", 0.0), ("c", None)]

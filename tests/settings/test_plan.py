@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rstar2_megatron.model.known_models import known_model
+from rstar2_megatron.settings.asynchronous import asynchronous_problems
 from rstar2_megatron.settings.load import config_names, load
-from rstar2_megatron.settings.placement import Slots, component_slots, parse_slots, slots_of
+from rstar2_megatron.settings.placement import Slots, collocated, component_slots, parse_slots, slots_of
 from rstar2_megatron.settings.planning.batch import object_store_bytes, object_store_problems
 from rstar2_megatron.settings.planning.estimates import search_hours, sft_hours
 from rstar2_megatron.settings.planning.host_memory import host_memory
@@ -224,11 +225,16 @@ def test_placement_strings(text: str | int, slots: list[int]) -> None:
     assert parse_slots("actor", text, 4) == slots
 
 
-def test_placement_by_node_group_is_left_to_rlinf() -> None:
-    cluster = ClusterSettings(
-        component_placement={"actor": {"node_group": "gpu", "placement": "0-1"}, "rollout": {"placement": "0"}, "reward": "1"}
-    )
-    assert component_slots(cluster, 2) == {"rollout": [0], "reward": [1]}
+def test_a_placement_by_node_group_has_the_numbers_of_the_cluster() -> None:
+    """As in RLinf's ModelParallelComponentPlacement, so actor and engines that share GPUs are known to."""
+    placement = {"actor,rollout": {"node_group": "gpu", "placement": "0-1"}, "reward": {"placement": 1}}
+    cluster = ClusterSettings(component_placement=placement)
+    assert component_slots(cluster, 2) == {"actor": [0, 1], "rollout": [0, 1], "reward": [1]}
+    assert collocated(cluster, Slots(2, 80.0))
+    words = [f"cluster.component_placement={placement}", "algorithm.max_staleness=1"]
+    settings = loaded("rstar2-tiny-cpu", *words).settings
+    (problem,) = asynchronous_problems(settings, component_slots(settings.cluster, 2))
+    assert "slots 0, 1, where one waits for the other" in problem
 
 
 def test_slots_of_a_cluster() -> None:

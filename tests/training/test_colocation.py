@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rstar2_megatron.settings.schema import ActorSettings
-from rstar2_megatron.training.colocation import Colocation, is_colocated
+from rstar2_megatron.training.colocation import Colocation
 
 
 class Recorder:
@@ -102,8 +102,7 @@ def test_an_engine_that_starts_again_finds_the_memory_free_and_sleeps_with_the_o
     ]
 
 
-def test_turns_are_taken_on_shared_slots_only() -> None:
-    offloads = ActorSettings(offload_optimizer=True)
-    assert is_colocated(offloads, shared_slots=True)
-    assert not is_colocated(offloads, shared_slots=False)
-    assert not is_colocated(ActorSettings(), shared_slots=True)
+def test_any_offloaded_part_lets_actor_and_engines_take_turns() -> None:
+    assert not ActorSettings().offloads
+    parts = ("offload_weight", "offload_grad", "offload_optimizer")
+    assert all(ActorSettings.model_validate({part: True}).offloads for part in parts)

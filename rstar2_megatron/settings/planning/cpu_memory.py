@@ -7,8 +7,6 @@ parts of the gated MLP, and in bf16 the norms' fp32 inputs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.settings.planning.advice import RECOMPUTE, Change, as_words, changed, smaller_micro_batches
 from rstar2_megatron.settings.planning.host_memory import save_bytes
@@ -23,52 +21,37 @@ _DEFAULT_KV_TOKENS = 65536  # rollout/engine/arguments.py
 _DENSE_GB = 1 << 30  # cpu/sglang_attention.py
 
 
-@dataclass(frozen=True, slots=True)
-class CpuMemory:
-    """GB of one actor rank, of one engine with its worker, and of driver, Ray, RLinf, judge and reward workers."""
+def cpu_memory(settings: Settings, model: ModelConfig, world: int, engines: int) -> tuple[float, list[str]]:
+    """GB of all processes, and in words those of an actor rank and of an engine with its worker.
 
-    actor: float
-    """A rank's mean, in a step or while a checkpoint is saved."""
-    engine: float
-    services: float
-    ranks: int
-    engines: int
-
-    @property
-    def total(self) -> float:
-        return self.actor * self.ranks + self.engine * self.engines + self.services
-
-
-def cpu_memory(settings: Settings, model: ModelConfig, world: int, engines: int) -> CpuMemory:
-    """engines: slots of the rollout; none for a run without reinforcement learning."""
+    A rank's are its mean, in a step or while a checkpoint is saved. engines: slots of the rollout; they count in a run of
+    reinforcement learning only.
+    """
     memory = training_memory(settings, model, world, cpu=True)
     precision = settings.rollout.model.precision
     kv = (settings.rollout.max_total_tokens or _DEFAULT_KV_TOKENS) * kv_bytes_per_token(model, precision)
     weights = (2 if precision == "bf16" else 4) * model.num_parameters
     extra = (ACTIVATION_FACTOR[settings.actor.model.precision] - 1) * memory.activations
     saving = save_bytes(settings.actor, model, world, ranks=world) / world / GB
-    return CpuMemory(
-        actor=ACTOR_PROCESS_GB + max(memory.total + extra, memory.static + saving),
-        engine=ENGINE_PROCESSES_GB + (weights + kv + min(kv, _DENSE_GB)) / GB,
-        services=SERVICES_GB,
-        ranks=world,
-        engines=engines if settings.runner.task_type == "reasoning" else 0,
-    )
+    actor = ACTOR_PROCESS_GB + max(memory.total + extra, memory.static + saving)
+    engine = ENGINE_PROCESSES_GB + (weights + kv + min(kv, _DENSE_GB)) / GB
+    engines = engines if settings.runner.task_type == "reasoning" else 0
+    parts = [f"{world} actor ranks of {actor:.1f}"]
+    parts += [f"{engines} engines of {engine:.1f}"] if engines else []
+    return actor * world + engine * engines + SERVICES_GB, parts
 
 
 def plan_cpu_memory(plan: RunPlan, settings: Settings, model: ModelConfig, world: int, engines: int, host_gb: float) -> None:
     """A row with all processes; a problem with the smallest change that fits when the machine has less."""
-    memory = cpu_memory(settings, model, world, engines)
-    parts = [f"{memory.ranks} actor ranks of {memory.actor:.1f}"]
-    parts += [f"{memory.engines} engines of {memory.engine:.1f}"] if memory.engines else []
+    total, parts = cpu_memory(settings, model, world, engines)
     plan.add(
         "host",
         "GB of all processes",
-        f"{memory.total:.1f} of {host_gb:.1f} = {' + '.join(parts)} + driver, Ray, judge and rewards {memory.services:.1f}",
+        f"{total:.1f} of {host_gb:.1f} = {' + '.join(parts)} + driver, Ray, judge and rewards {SERVICES_GB:.1f}",
     )
-    if memory.total > host_gb:
+    if total > host_gb:
         plan.problems.append(
-            f"the run's processes need {memory.total:.1f} GB ({', '.join(parts)}, others {memory.services:.1f}), the machine "
+            f"the run's processes need {total:.1f} GB ({', '.join(parts)}, others {SERVICES_GB:.1f}), the machine "
             f"has {host_gb:.1f}; {_remedy(settings, model, world, engines, host_gb)}"
         )
 
@@ -80,7 +63,7 @@ def _remedy(settings: Settings, model: ModelConfig, world: int, engines: int, ho
         changes.append((changes[-1] if changes else {}) | RECOMPUTE)
 
     def fits(change: Change, engines: int) -> bool:
-        return cpu_memory(changed(settings, change), model, world, engines).total <= host_gb
+        return cpu_memory(changed(settings, change), model, world, engines)[0] <= host_gb
 
     for change in changes:
         if fits(change, engines):

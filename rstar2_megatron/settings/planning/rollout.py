@@ -7,7 +7,7 @@ from rstar2_megatron.settings.placement import Slots, collocated
 from rstar2_megatron.settings.planning.kv_cache import kv_bytes_per_token, kv_capacity
 from rstar2_megatron.settings.planning.memory import ENGINE_WORK_GB, GB, engine_residue_gb
 from rstar2_megatron.settings.planning.table import RunPlan, gb_text
-from rstar2_megatron.settings.schema import ActorSettings, Settings
+from rstar2_megatron.settings.schema import Settings
 
 
 def plan_rollout(plan: RunPlan, settings: Settings, slots: Slots, model: ModelConfig, num_slots: int) -> None:
@@ -58,17 +58,12 @@ def _actor_beside_engines(plan: RunPlan, settings: Settings) -> float:
     memory, actor = plan.actor_memory, settings.actor
     if memory is None:
         return 0.0
-    if not colocated(actor):
+    if not actor.offloads:
         return memory.total
     stays = memory.overhead
     stays += 0 if actor.offload_weight else memory.weights
     stays += 0 if actor.offload_grad else memory.gradients
     return stays + (0 if actor.offload_optimizer else memory.optimizer)
-
-
-def colocated(actor: ActorSettings) -> bool:
-    """Whether the actor offloads a part for engines on the same GPUs."""
-    return actor.offload_weight or actor.offload_grad or actor.offload_optimizer
 
 
 def plan_sharing(plan: RunPlan, settings: Settings, slots: Slots, model: ModelConfig) -> None:
@@ -81,8 +76,7 @@ def plan_sharing(plan: RunPlan, settings: Settings, slots: Slots, model: ModelCo
     engine = rollout.gpu_memory_utilization * max(gpu_gb - stays, 0.0) + residue + ENGINE_WORK_GB
     width = 2 if rollout.model.precision == "bf16" else 4
     weights = width * model.num_parameters / rollout.tensor_parallel_size / GB
-    turns = colocated(actor)
-    if turns:
+    if actor.offloads:
         buckets = 2 * actor.weight_sync.bucket_mb * 2**20 / GB  # the buffer, and the tensor gathered for it
         of_actor = stays + (memory.weights if actor.offload_weight else 0) + buckets
         sync = of_actor + weights + residue
@@ -110,7 +104,7 @@ def plan_sharing(plan: RunPlan, settings: Settings, slots: Slots, model: ModelCo
             f"the actor, has {gpu_gb:.0f}; set "
             + (
                 f"rollout.gpu_memory_utilization={int(100 * share) / 100}"
-                if turns and share > 0
+                if actor.offloads and share > 0
                 else "actor.offload_weight=True actor.offload_grad=True actor.offload_optimizer=True"
             )
         )

@@ -84,6 +84,11 @@ class ActorSettings(Section):
     cpu_threads: int = Field(1, ge=1)
     """Threads of a rank that runs on CPU."""
 
+    @property
+    def offloads(self) -> bool:
+        """Whether the actor offloads a part. On the slots of engines it then sleeps in turn with them."""
+        return self.offload_weight or self.offload_grad or self.offload_optimizer
+
     def head_chunk_tokens(self, *, cpu: bool) -> int:
         """`log_prob_chunk_tokens`, or its default on this kind of device."""
         return self.log_prob_chunk_tokens or (512 if cpu else 2048)

@@ -41,7 +41,7 @@ class SFTSettings(Section):
     batch_size: int = Field(128, ge=1)
     """Conversations of one optimizer step."""
     max_steps: int | None = Field(None, ge=1)
-    """Optimizer steps after which SFT ends, if the epochs have not ended before."""
+    """Optimizer steps after which training ends, if the epochs have not ended before."""
     lr: float = Field(5e-6, gt=0)
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     warmup_ratio: float = Field(0.04, ge=0, le=1)
@@ -55,7 +55,7 @@ class SFTSettings(Section):
     max_length: int | None = Field(None, ge=8)
     """Tokens of a conversation; longer ones are truncated. null: runner.seq_length."""
     val_interval: int = -1
-    """Steps between validation losses; -1: one before and one after."""
+    """Steps between validations; -1: one before and one after."""
     seed: int = 1234
 
 
