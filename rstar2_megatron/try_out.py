@@ -30,7 +30,7 @@ from rstar2_megatron.rollout.own_tool import OwnTool
 from rstar2_megatron.rollout.stats import RolloutStats
 from rstar2_megatron.rollout.token_buffer import TokenBuffer
 from rstar2_megatron.rollout.tool import Judge
-from rstar2_megatron.rollout.tool_call import ParsedCall, check_call
+from rstar2_megatron.rollout.tool_call import CallStatus, ParsedCall, check_call
 from rstar2_megatron.rollout.tool_runner import ToolRunner
 from rstar2_megatron.settings.load import users_path
 from rstar2_megatron.settings.schema import AgentLoopSettings, OwnToolSettings, RewardSettings
@@ -116,6 +116,9 @@ class _Turns:
     def _answer(self, text: str) -> list[int]:
         print(f"  in {1000 * (time.perf_counter() - self._asked):.1f} ms: {text}")
         return [0]
+
+    def check_call(self, name: str, arguments: dict[str, Any]) -> ParsedCall:
+        return ParsedCall(CallStatus.VALID, name, arguments)
 
     async def run_tools(self, calls: list[ParsedCall]) -> NoReturn:
         raise UserCodeError("try_out runs no tools for a loop; try them by themselves")

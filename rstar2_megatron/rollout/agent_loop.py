@@ -27,7 +27,7 @@ from rstar2_megatron.rollout.engine.seeds import request_seed
 from rstar2_megatron.rollout.stats import RolloutStats
 from rstar2_megatron.rollout.token_buffer import TokenBuffer
 from rstar2_megatron.rollout.tool import Judge
-from rstar2_megatron.rollout.tool_call import ParsedCall
+from rstar2_megatron.rollout.tool_call import ParsedCall, check_call
 from rstar2_megatron.rollout.tool_runner import ToolRunner
 from rstar2_megatron.settings.schema import AgentLoopSettings, SamplingParams
 from rstar2_megatron.trajectory import FinishReason, Problem, ToolCall, ToolOutcome, Trajectory, VersionSpan
@@ -320,6 +320,10 @@ class Turns:
         self.report_progress(0)
 
     # ----------------------------------------------------------------------------------------- tools
+
+    def check_call(self, name: str, arguments: dict[str, Any]) -> ParsedCall:
+        """The call that a loop of the user makes."""
+        return check_call(name, arguments, self.template.schemas)
 
     async def run_tools(self, calls: list[ParsedCall]) -> tuple[list[ToolCall], list[str]]:
         """The calls that were run, noted in the trajectory, and the responses to all."""
