@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from rstar2_megatron.rollout.engine.client import EngineClient
 from rstar2_megatron.rollout.engine.protocol import INTERRUPTED, EngineError, EngineLost, GenerateResult, GenerationTimeout
+from rstar2_megatron.settings.schema import ProfilerSettings
 from rstar2_megatron.weights.bucket import buckets as in_buckets
 from rstar2_megatron.weights.checksum import weights_checksum
 from rstar2_megatron.weights.shared_memory import SharedBucket, WeightBucket
@@ -234,8 +235,10 @@ async def test_memory_is_released_and_taken_again(engine: EngineClient, weights:
 
 
 @pytest.mark.parametrize("moment", ["the process starts", "kept weights go in"])
-async def test_an_update_that_finds_a_restart_under_way(engine: EngineClient, weights: Weights, moment: str) -> None:
-    """The engine has the update's weights afterwards, and no request sees others."""
+async def test_an_update_that_finds_a_restart_under_way(
+    engine: EngineClient, weights: Weights, moment: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine has the update's weights afterwards, and no request sees others. A profile that begins then is no failure."""
     version, restarts = engine.weight_version + 1, engine.restarts
     await update_weights(engine, times(weights, 1.01).items(), version)
     await kill_and_wait_until_lost(engine)
@@ -243,6 +246,9 @@ async def test_an_update_that_finds_a_restart_under_way(engine: EngineClient, we
     async with asyncio.timeout(120):
         while engine.lost or (moment == "kept weights go in" and not engine.kv_capacity_tokens):
             await asyncio.sleep(0.001)
+    if moment == "the process starts":
+        await engine.start_profile(ProfilerSettings(), str(tmp_path), "profile")
+        assert "records no profile: " in caplog.text and "is still starting" in caplog.text
     changed = times(weights, 1.02)
     updating = asyncio.create_task(update_weights(engine, changed.items(), version + 1))
     await asyncio.sleep(0)
