@@ -34,7 +34,7 @@ from rstar2_megatron.trajectory import FinishReason, Problem, ToolCall, ToolOutc
 
 log = logging.getLogger(__name__)
 
-LengthCallback = Callable[[int], None]
+LengthCallback = Callable[[int, int], None]  # of the prompt's and the response's tokens
 
 
 class Interrupted(Exception):
@@ -111,7 +111,7 @@ class AgentLoop:
 
         With `one_turn` it ends after one more turn, without a finish reason when another turn may follow.
 
-        `on_progress` gets the trajectory's length in tokens after every turn, and about once a second within a turn.
+        `on_progress` gets the tokens of prompt and response after every turn, and about once a second within a turn.
         A trajectory that the judge or a deadline spoiled ends as INFRASTRUCTURE, with the reason in `error`.
         A parked trajectory has no finish reason, and any engine can continue it from the same tokens. It is parked at the
         end of the phase, by `preemption`, or when the engine is lost for good (`engine_gone`).
@@ -214,7 +214,7 @@ class Turns:
 
     def report_progress(self, more: int) -> None:
         if self.on_progress is not None:
-            self.on_progress(self.trajectory.length + more)
+            self.on_progress(self.trajectory.prompt_tokens, self.trajectory.response_tokens + more)
 
     def _seconds_left(self) -> float:
         seconds = self.deadline - time.monotonic()

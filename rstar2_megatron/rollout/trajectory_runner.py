@@ -201,19 +201,20 @@ class TrajectoryRunner:
             waiting = self._waiting.pop(key)
             self.loop.stats.admission_seconds += time.monotonic() - waiting.since
             self._preemptions[key] = Preemption()
-            self.responses[key] = admission.length - admission.prompt_tokens
-            self._watch(self._run_one(key, waiting.work, admission.prompt_tokens))
+            parked = waiting.work.parked.get(key[1])
+            self.responses[key] = parked.response_tokens if parked else 0
+            self._watch(self._run_one(key, waiting.work))
 
     def _watch(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._running.add(task)
         task.add_done_callback(self._ended)
 
-    async def _run_one(self, key: _Key, work: Slice, prompt_tokens: int) -> None:
-        def progress(length: int) -> None:
-            self._lengths[key] = length
-            self.response_tokens += length - prompt_tokens - self.responses[key]
-            self.responses[key] = length - prompt_tokens
+    async def _run_one(self, key: _Key, work: Slice) -> None:
+        def progress(prompt_tokens: int, response_tokens: int) -> None:
+            self._lengths[key] = prompt_tokens + response_tokens
+            self.response_tokens += response_tokens - self.responses[key]
+            self.responses[key] = response_tokens
 
         finished = preempted = False
         try:
