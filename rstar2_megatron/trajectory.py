@@ -294,13 +294,3 @@ class Group:
     @property
     def usable(self) -> list[Trajectory]:
         return [t for t in self.trajectories if t.usable]
-
-    @property
-    def rewards(self) -> list[float]:
-        """Rewards of the usable trajectories, in rollout order. Raises ValueError before grading."""
-        rewards = []
-        for t in self.usable:
-            if t.reward is None:
-                raise ValueError(f"trajectory {t.query_id}#{t.rollout_index} has not been graded")
-            rewards.append(t.reward)
-        return rewards

@@ -19,7 +19,7 @@ import numpy as np
 from rstar2_megatron.extension.user_code import UserCodeError
 from rstar2_megatron.records.trace import TRACE
 from rstar2_megatron.rollout.chat import ChatTemplate
-from rstar2_megatron.rollout.conversation import Conversation, Conversations
+from rstar2_megatron.rollout.conversation import Conversations
 from rstar2_megatron.rollout.dialogue import Dialogue
 from rstar2_megatron.rollout.engine.client import EngineClient
 from rstar2_megatron.rollout.engine.protocol import INTERRUPTED, EngineError, EngineLost, GenerateResult, GenerationTimeout
@@ -41,12 +41,8 @@ class Interrupted(Exception):
     """Infrastructure ended the trajectory, not the model."""
 
 
-class EngineUnrecoverable(Exception):
-    """The engine is lost and cannot be restarted with the current weights."""
-
-
 class Parked(Exception):
-    """The trajectory stops unfinished: the phase ended, or the scheduler preempted it."""
+    """The trajectory stops unfinished: the phase ended, the scheduler preempted it, or the engine is lost for good."""
 
 
 @dataclass(slots=True, eq=False)
@@ -128,12 +124,10 @@ class AgentLoop:
                 trajectory.prompt_ids = np.array(self.template.prompt_ids(conversation.problem), np.int32)
             self.tools.expect(trajectory)
             turns = Turns(self, problem, trajectory, deadline, on_progress, preemption, one_turn, number)
-            trajectory.finish_reason = await turns.until_end(conversation)
+            dialogue = Dialogue(turns, conversation.label)
+            trajectory.environment_reward = await conversation.run(dialogue)  # what is recorded already is replayed
+            trajectory.finish_reason = dialogue.ending
         except Parked:
-            parked = not self.cutting
-            trajectory.finish_reason = None if parked else FinishReason.CUT
-        except EngineUnrecoverable as error:
-            self.engine_gone = self.engine_gone or str(error)
             parked = not self.cutting
             trajectory.finish_reason = None if parked else FinishReason.CUT
         except UserCodeError as error:
@@ -192,12 +186,6 @@ class Turns:
     @property
     def parking(self) -> bool:
         return self.loop.parking or self.preemption.asked
-
-    async def until_end(self, conversation: Conversation) -> FinishReason | None:
-        """Run the loop, whose beginning is replayed. Returns the ending; None: a step of a search may go on."""
-        dialogue = Dialogue(self, conversation.label)
-        self.trajectory.environment_reward = await conversation.run(dialogue)
-        return dialogue.ending
 
     def degenerate_ending(self, calls: list[ParsedCall]) -> FinishReason | None:
         """The ending of a model that repeats itself, if any. Both rules are off unless the YAML sets them."""
@@ -281,14 +269,12 @@ class Turns:
                 result = await self.loop.engine.generate(
                     input_ids, parameters, timeout_s=self._seconds_left(), on_tokens=self.report_progress, owner=self.preemption
                 )
-            except GenerationTimeout as error:
+            except (GenerationTimeout, EngineError) as error:
                 raise Interrupted(str(error)) from error
             except EngineLost as error:
                 await self._recover(error)
                 stats.engine_retries += 1
                 continue
-            except EngineError as error:
-                raise Interrupted(str(error)) from error
             finally:
                 stats.leave_engine()
                 stats.generate_seconds += time.monotonic() - begun
@@ -302,7 +288,8 @@ class Turns:
         try:
             await self._within_deadline(self.loop.engine.recover, late)
         except EngineLost as still:
-            raise EngineUnrecoverable(str(still)) from still
+            self.loop.engine_gone = self.loop.engine_gone or str(still)
+            raise Parked from still
 
     async def _within_deadline(self, wait: Callable[[], Awaitable[None]], late: str) -> None:
         try:
