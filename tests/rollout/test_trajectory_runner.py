@@ -65,8 +65,8 @@ async def test_a_restarted_engines_capacity_counts(tokenizer) -> None:
         raise AssertionError
 
     runner = TrajectoryRunner(loop, AdmissionQueue(budget), never, never)
-    runner.observe(EngineReport(ready=True, progress=0.0, max_total_tokens=20_000))
-    runner.observe(EngineReport(ready=True, progress=0.0, max_total_tokens=12_000))
+    runner.observe(EngineReport(progress=0.0, max_total_tokens=20_000))
+    runner.observe(EngineReport(progress=0.0, max_total_tokens=12_000))
     assert budget.capacity_tokens == 12_000
 
 
@@ -109,7 +109,7 @@ async def test_the_runner_requeues_what_it_preempts(tokenizer, ending: str) -> N
     running = asyncio.create_task(runner.run())
     while budget.running < 4:
         await asyncio.sleep(0)
-    runner.observe(EngineReport(ready=True, progress=0.0))
+    runner.observe(EngineReport(progress=0.0))
     while loop.stats.preemptions < 3:
         await asyncio.sleep(0)
     if ending != "continues":
