@@ -28,7 +28,6 @@ from rstar2_megatron.rollout.conversation import Conversations
 from rstar2_megatron.rollout.dialogue import Dialogue
 from rstar2_megatron.rollout.own_tool import OwnTool
 from rstar2_megatron.rollout.stats import RolloutStats
-from rstar2_megatron.rollout.token_buffer import TokenBuffer
 from rstar2_megatron.rollout.tool import Judge
 from rstar2_megatron.rollout.tool_call import CallStatus, ParsedCall, check_call
 from rstar2_megatron.rollout.tool_runner import ToolRunner
@@ -100,7 +99,6 @@ class _Turns:
 
     def __init__(self, texts: Sequence[str]) -> None:
         self.trajectory = Trajectory("try_out", 0)
-        self.tokens = TokenBuffer(self.trajectory)
         self.template: Any = SimpleNamespace(schemas=[], user_turn_ids=self._answer)
         self.budget, self.max_turns, self.one_turn = sys.maxsize, len(texts), None
         self._texts = texts

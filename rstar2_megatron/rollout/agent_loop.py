@@ -25,7 +25,6 @@ from rstar2_megatron.rollout.engine.client import EngineClient
 from rstar2_megatron.rollout.engine.protocol import INTERRUPTED, EngineError, EngineLost, GenerateResult, GenerationTimeout
 from rstar2_megatron.rollout.engine.seeds import request_seed
 from rstar2_megatron.rollout.stats import RolloutStats
-from rstar2_megatron.rollout.token_buffer import TokenBuffer
 from rstar2_megatron.rollout.tool import Judge
 from rstar2_megatron.rollout.tool_call import ParsedCall, check_call
 from rstar2_megatron.rollout.tool_runner import ToolRunner
@@ -172,7 +171,6 @@ class Turns:
     last_call: Sequence[tuple[str, Any]] = ()
 
     def __post_init__(self) -> None:
-        self.tokens = TokenBuffer(self.trajectory)
         self.template = self.loop.template
         self.max_turns = self.loop.settings.max_assistant_turns
         prompt_tokens = len(self.trajectory.prompt_ids)
@@ -301,7 +299,7 @@ class Turns:
     def _append_generated(self, result: GenerateResult) -> None:
         trajectory = self.trajectory
         offset = len(trajectory.response_ids)
-        self.tokens.append(result.token_ids, result.logprobs)
+        trajectory.append(result.token_ids, result.logprobs)
         for start, end, version in result.version_spans:
             trajectory.version_spans.append(VersionSpan(offset + start, offset + end, version))
         self.report_progress(0)

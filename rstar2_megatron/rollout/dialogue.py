@@ -13,7 +13,6 @@ from typing import Any, Protocol, TypeVar
 
 from rstar2_megatron.extension.user_code import UserCodeError
 from rstar2_megatron.rollout.chat import ChatTemplate
-from rstar2_megatron.rollout.token_buffer import TokenBuffer
 from rstar2_megatron.rollout.tool_call import ParsedCall
 from rstar2_megatron.trajectory import FinishReason, ToolCall, Trajectory
 
@@ -28,7 +27,6 @@ class Turns(Protocol):
     """The engine's side of one running trajectory (`agent_loop`)."""
 
     trajectory: Trajectory
-    tokens: TokenBuffer
     budget: int
     template: ChatTemplate
     max_turns: int
@@ -198,7 +196,7 @@ class Dialogue:
         if ids is not None:
             if len(t.response_ids) + len(ids) >= self._turns.budget:  # at least one token must follow
                 self._leave(FinishReason.TOOL_RESPONSE_TOO_LONG)
-            self._turns.tokens.append(ids, None)
+            t.append(ids, None)
             self._turns.report_progress(0)
             self._at = len(t.response_ids)
 
