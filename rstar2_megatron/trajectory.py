@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar
@@ -263,6 +263,19 @@ class Trajectory(PerToken):
         """Weight version of its oldest tokens; None before the first."""
         return min((span.version for span in self.version_spans), default=None)
 
+    def append(self, ids: Sequence[int] | np.ndarray, logprobs: Sequence[float] | np.ndarray | None) -> None:
+        """Append generated tokens with their log-probs, or tool text, which has none.
+
+        Raises ValueError when `ids` and `logprobs` differ in length.
+        """
+        if logprobs is not None and len(ids) != len(logprobs):
+            raise ValueError(f"the engine answered with {len(ids)} token ids and {len(logprobs)} log-probs")
+        mask = np.full(len(ids), logprobs is not None, np.uint8)
+        logprobs = np.zeros(len(ids)) if logprobs is None else logprobs
+        self.response_ids = np.concatenate([self.response_ids, np.asarray(ids, np.int32)])
+        self.loss_mask = np.concatenate([self.loss_mask, mask])
+        self.rollout_logprobs = np.concatenate([self.rollout_logprobs, np.asarray(logprobs, np.float32)])
+
     def check(self) -> None:
         """Raise ValueError when the per-token arrays disagree in length or the prompt is missing.
 
@@ -294,13 +307,3 @@ class Group:
     @property
     def usable(self) -> list[Trajectory]:
         return [t for t in self.trajectories if t.usable]
-
-    @property
-    def rewards(self) -> list[float]:
-        """Rewards of the usable trajectories, in rollout order. Raises ValueError before grading."""
-        rewards = []
-        for t in self.usable:
-            if t.reward is None:
-                raise ValueError(f"trajectory {t.query_id}#{t.rollout_index} has not been graded")
-            rewards.append(t.reward)
-        return rewards

@@ -28,9 +28,8 @@ from rstar2_megatron.rollout.conversation import Conversations
 from rstar2_megatron.rollout.dialogue import Dialogue
 from rstar2_megatron.rollout.own_tool import OwnTool
 from rstar2_megatron.rollout.stats import RolloutStats
-from rstar2_megatron.rollout.token_buffer import TokenBuffer
 from rstar2_megatron.rollout.tool import Judge
-from rstar2_megatron.rollout.tool_call import ParsedCall, check_call
+from rstar2_megatron.rollout.tool_call import CallStatus, ParsedCall, check_call
 from rstar2_megatron.rollout.tool_runner import ToolRunner
 from rstar2_megatron.settings.load import users_path
 from rstar2_megatron.settings.schema import AgentLoopSettings, OwnToolSettings, RewardSettings
@@ -100,7 +99,6 @@ class _Turns:
 
     def __init__(self, texts: Sequence[str]) -> None:
         self.trajectory = Trajectory("try_out", 0)
-        self.tokens = TokenBuffer(self.trajectory)
         self.template: Any = SimpleNamespace(schemas=[], user_turn_ids=self._answer)
         self.budget, self.max_turns, self.one_turn = sys.maxsize, len(texts), None
         self._texts = texts
@@ -116,6 +114,9 @@ class _Turns:
     def _answer(self, text: str) -> list[int]:
         print(f"  in {1000 * (time.perf_counter() - self._asked):.1f} ms: {text}")
         return [0]
+
+    def check_call(self, name: str, arguments: dict[str, Any]) -> ParsedCall:
+        return ParsedCall(CallStatus.VALID, name, arguments)
 
     async def run_tools(self, calls: list[ParsedCall]) -> NoReturn:
         raise UserCodeError("try_out runs no tools for a loop; try them by themselves")

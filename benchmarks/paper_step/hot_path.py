@@ -44,8 +44,9 @@ def measure_parts(parts: Parts) -> None:
     from benchmarks.paper_step import one_process as own
     from rstar2_megatron.cluster import reward_worker, rollout_worker
     from rstar2_megatron.cluster.phases import server
-    from rstar2_megatron.rollout import agent_loop, chat, dialogue, token_buffer, token_store, tool_runner, trajectory_runner
+    from rstar2_megatron.rollout import agent_loop, chat, dialogue, token_store, tool_runner, trajectory_runner
     from rstar2_megatron.rollout.engine import child, client, process
+    from rstar2_megatron.trajectory import Trajectory
 
     parts.measure("engine process", process._EngineServer, "run", "_answer")
     parts.measure("engine client", client.EngineClient, "generate")
@@ -56,7 +57,7 @@ def measure_parts(parts: Parts) -> None:
     parts.measure("tool text to tokens", chat.ChatTemplate, "tool_response_ids")
     parts.measure("prompt", chat.ChatTemplate, "prompt_ids")
     parts.measure("tool calls", tool_runner.ToolRunner, "run", "_run_one")
-    parts.measure("token buffer", token_buffer.TokenBuffer, "append")
+    parts.measure("tokens appended", Trajectory, "append")
     parts.measure("conversation", dialogue.Dialogue, "__init__", "_open_next_turn")
     parts.measure("admission", trajectory_runner.TrajectoryRunner, "run", "observe", "_pulled", "_ended", "_run_one")
     parts.measure("token store", token_store.TokenStore, "keep")

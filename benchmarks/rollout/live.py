@@ -29,7 +29,7 @@ from transformers import AutoTokenizer
 from benchmarks.records import keep_rows
 from benchmarks.rollout.engine_fit import fit_speed
 from benchmarks.rollout.group_runner import run_groups
-from benchmarks.rollout.live_replay import replay
+from benchmarks.rollout.live_replay import CONTEXT_TOKENS, replay
 from benchmarks.rollout.simulator import Cluster, Simulator, make_budgets
 from benchmarks.rollout.traces import Shape, Trace, recorded, synthetic
 from rstar2_megatron.judge.client.client import JudgeClient
@@ -83,7 +83,7 @@ async def overhead(engine: EngineClient, template: ChatTemplate, options: argpar
             template,
             settings,
             SamplingParams(max_new_tokens=options.tokens),
-            max_context_tokens=engine.max_context_tokens,
+            max_context_tokens=CONTEXT_TOKENS,
             timeout_s=600,
         )
         budget = make_budget("least_requests", engine.kv_capacity_tokens, count)
@@ -186,7 +186,7 @@ async def run(options: argparse.Namespace) -> None:
     else:
         traces = synthetic(SHAPE, options.seed)
         earlier = [] if options.first_step else synthetic(SHAPE, options.seed + 1)
-    engines = [EngineClient(settings, seed=i, name=f"engine {i}", max_context_tokens=2040) for i in range(2)]
+    engines = [EngineClient(settings, seed=i, name=f"engine {i}", max_context_tokens=CONTEXT_TOKENS) for i in range(2)]
     wording = AgentLoopSettings(
         system_prompt=STANDARD_IO, user_prefix="", max_assistant_turns=1 + max(len(trace.turns) for trace in traces)
     )

@@ -33,6 +33,9 @@ from rstar2_megatron.settings.schema import AgentLoopSettings, SamplingParams
 from rstar2_megatron.tools import STANDARD_IO
 from rstar2_megatron.trajectory import Problem, Trajectory
 
+CONTEXT_TOKENS = 2040
+"""Longest prompt and response together of the engines."""
+
 _current: contextvars.ContextVar[list[Any]] = contextvars.ContextVar("trace")  # [trace, next turn, its tokens so far]
 
 
@@ -144,7 +147,7 @@ async def replay(
             template,
             settings,
             SamplingParams(max_new_tokens=traces[0].max_response_tokens),
-            max_context_tokens=engine.max_context_tokens,
+            max_context_tokens=CONTEXT_TOKENS,
             timeout_s=600,
         )
         loop.states = {(str(t.group), t.index): [t, 0, 0] for t in traces}

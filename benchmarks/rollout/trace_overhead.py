@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.records import write_result
 from benchmarks.rollout.live import SHAPE
-from benchmarks.rollout.live_replay import replay
+from benchmarks.rollout.live_replay import CONTEXT_TOKENS, replay
 from benchmarks.rollout.traces import synthetic
 from rstar2_megatron.judge.client.client import JudgeClient
 from rstar2_megatron.judge.client.service import JudgeService
@@ -61,7 +61,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     service = JudgeService(workers=2, time_limit_s=4.0)
     await asyncio.to_thread(service.start)
     judge = JudgeClient(service.url, time_limit_s=4.0, request_timeout_s=60, max_outage_s=60)
-    engine = EngineClient(settings, max_context_tokens=2040)
+    engine = EngineClient(settings, max_context_tokens=CONTEXT_TOKENS)
     seconds: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     events = 0
     try:

@@ -267,7 +267,7 @@ class RolloutWorker(TracedWorker, Worker):
             self._number,
             runner.response_tokens,
             list(runner.responses.values()),
-            runner.num_waiting,
+            runner.scheduler.num_waiting,
             runner.num_at_tool,
             self._engine.kv_used_tokens,
             self._engine.kv_capacity_tokens,

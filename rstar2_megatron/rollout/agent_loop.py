@@ -19,34 +19,29 @@ import numpy as np
 from rstar2_megatron.extension.user_code import UserCodeError
 from rstar2_megatron.records.trace import TRACE
 from rstar2_megatron.rollout.chat import ChatTemplate
-from rstar2_megatron.rollout.conversation import Conversation, Conversations
+from rstar2_megatron.rollout.conversation import Conversations
 from rstar2_megatron.rollout.dialogue import Dialogue
 from rstar2_megatron.rollout.engine.client import EngineClient
 from rstar2_megatron.rollout.engine.protocol import INTERRUPTED, EngineError, EngineLost, GenerateResult, GenerationTimeout
 from rstar2_megatron.rollout.engine.seeds import request_seed
 from rstar2_megatron.rollout.stats import RolloutStats
-from rstar2_megatron.rollout.token_buffer import TokenBuffer
 from rstar2_megatron.rollout.tool import Judge
-from rstar2_megatron.rollout.tool_call import ParsedCall
+from rstar2_megatron.rollout.tool_call import ParsedCall, check_call
 from rstar2_megatron.rollout.tool_runner import ToolRunner
 from rstar2_megatron.settings.schema import AgentLoopSettings, SamplingParams
 from rstar2_megatron.trajectory import FinishReason, Problem, ToolCall, ToolOutcome, Trajectory, VersionSpan
 
 log = logging.getLogger(__name__)
 
-LengthCallback = Callable[[int], None]
+LengthCallback = Callable[[int, int], None]  # of the prompt's and the response's tokens
 
 
 class Interrupted(Exception):
     """Infrastructure ended the trajectory, not the model."""
 
 
-class EngineUnrecoverable(Exception):
-    """The engine is lost and cannot be restarted with the current weights."""
-
-
 class Parked(Exception):
-    """The trajectory stops unfinished: the phase ended, or the scheduler preempted it."""
+    """The trajectory stops unfinished: the phase ended, the scheduler preempted it, or the engine is lost for good."""
 
 
 @dataclass(slots=True, eq=False)
@@ -111,7 +106,7 @@ class AgentLoop:
 
         With `one_turn` it ends after one more turn, without a finish reason when another turn may follow.
 
-        `on_progress` gets the trajectory's length in tokens after every turn, and about once a second within a turn.
+        `on_progress` gets the tokens of prompt and response after every turn, and about once a second within a turn.
         A trajectory that the judge or a deadline spoiled ends as INFRASTRUCTURE, with the reason in `error`.
         A parked trajectory has no finish reason, and any engine can continue it from the same tokens. It is parked at the
         end of the phase, by `preemption`, or when the engine is lost for good (`engine_gone`).
@@ -128,12 +123,10 @@ class AgentLoop:
                 trajectory.prompt_ids = np.array(self.template.prompt_ids(conversation.problem), np.int32)
             self.tools.expect(trajectory)
             turns = Turns(self, problem, trajectory, deadline, on_progress, preemption, one_turn, number)
-            trajectory.finish_reason = await turns.until_end(conversation)
+            dialogue = Dialogue(turns, conversation.label)
+            trajectory.environment_reward = await conversation.run(dialogue)  # what is recorded already is replayed
+            trajectory.finish_reason = dialogue.ending
         except Parked:
-            parked = not self.cutting
-            trajectory.finish_reason = None if parked else FinishReason.CUT
-        except EngineUnrecoverable as error:
-            self.engine_gone = self.engine_gone or str(error)
             parked = not self.cutting
             trajectory.finish_reason = None if parked else FinishReason.CUT
         except UserCodeError as error:
@@ -178,7 +171,6 @@ class Turns:
     last_call: Sequence[tuple[str, Any]] = ()
 
     def __post_init__(self) -> None:
-        self.tokens = TokenBuffer(self.trajectory)
         self.template = self.loop.template
         self.max_turns = self.loop.settings.max_assistant_turns
         prompt_tokens = len(self.trajectory.prompt_ids)
@@ -192,12 +184,6 @@ class Turns:
     @property
     def parking(self) -> bool:
         return self.loop.parking or self.preemption.asked
-
-    async def until_end(self, conversation: Conversation) -> FinishReason | None:
-        """Run the loop, whose beginning is replayed. Returns the ending; None: a step of a search may go on."""
-        dialogue = Dialogue(self, conversation.label)
-        self.trajectory.environment_reward = await conversation.run(dialogue)
-        return dialogue.ending
 
     def degenerate_ending(self, calls: list[ParsedCall]) -> FinishReason | None:
         """The ending of a model that repeats itself, if any. Both rules are off unless the YAML sets them."""
@@ -214,7 +200,7 @@ class Turns:
 
     def report_progress(self, more: int) -> None:
         if self.on_progress is not None:
-            self.on_progress(self.trajectory.length + more)
+            self.on_progress(self.trajectory.prompt_tokens, self.trajectory.response_tokens + more)
 
     def _seconds_left(self) -> float:
         seconds = self.deadline - time.monotonic()
@@ -281,14 +267,12 @@ class Turns:
                 result = await self.loop.engine.generate(
                     input_ids, parameters, timeout_s=self._seconds_left(), on_tokens=self.report_progress, owner=self.preemption
                 )
-            except GenerationTimeout as error:
+            except (GenerationTimeout, EngineError) as error:
                 raise Interrupted(str(error)) from error
             except EngineLost as error:
                 await self._recover(error)
                 stats.engine_retries += 1
                 continue
-            except EngineError as error:
-                raise Interrupted(str(error)) from error
             finally:
                 stats.leave_engine()
                 stats.generate_seconds += time.monotonic() - begun
@@ -302,7 +286,8 @@ class Turns:
         try:
             await self._within_deadline(self.loop.engine.recover, late)
         except EngineLost as still:
-            raise EngineUnrecoverable(str(still)) from still
+            self.loop.engine_gone = self.loop.engine_gone or str(still)
+            raise Parked from still
 
     async def _within_deadline(self, wait: Callable[[], Awaitable[None]], late: str) -> None:
         try:
@@ -314,12 +299,16 @@ class Turns:
     def _append_generated(self, result: GenerateResult) -> None:
         trajectory = self.trajectory
         offset = len(trajectory.response_ids)
-        self.tokens.append(result.token_ids, result.logprobs)
+        trajectory.append(result.token_ids, result.logprobs)
         for start, end, version in result.version_spans:
             trajectory.version_spans.append(VersionSpan(offset + start, offset + end, version))
         self.report_progress(0)
 
     # ----------------------------------------------------------------------------------------- tools
+
+    def check_call(self, name: str, arguments: dict[str, Any]) -> ParsedCall:
+        """The call that a loop of the user makes."""
+        return check_call(name, arguments, self.template.schemas)
 
     async def run_tools(self, calls: list[ParsedCall]) -> tuple[list[ToolCall], list[str]]:
         """The calls that were run, noted in the trajectory, and the responses to all."""

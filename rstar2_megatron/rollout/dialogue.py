@@ -13,8 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 from rstar2_megatron.extension.user_code import UserCodeError
 from rstar2_megatron.rollout.chat import ChatTemplate
-from rstar2_megatron.rollout.token_buffer import TokenBuffer
-from rstar2_megatron.rollout.tool_call import CallStatus, ParsedCall
+from rstar2_megatron.rollout.tool_call import ParsedCall
 from rstar2_megatron.trajectory import FinishReason, ToolCall, Trajectory
 
 T = TypeVar("T")
@@ -28,13 +27,14 @@ class Turns(Protocol):
     """The engine's side of one running trajectory (`agent_loop`)."""
 
     trajectory: Trajectory
-    tokens: TokenBuffer
     budget: int
     template: ChatTemplate
     max_turns: int
     one_turn: Any
 
     async def assistant_turn(self) -> str: ...
+
+    def check_call(self, name: str, arguments: dict[str, Any]) -> ParsedCall: ...
 
     async def run_tools(self, calls: list[ParsedCall]) -> tuple[list[ToolCall], list[str]]: ...
 
@@ -139,11 +139,14 @@ class Dialogue:
         self._check_over()
         if not self._turn or self._answered:
             raise self._misused("call_tool comes behind a turn, and before append; call_tools runs what the model wrote")
+        call = self._turns.check_call(name, arguments)
+        if not call.valid:
+            raise self._misused(f"call_tool cannot run this call: {call.message}")
         self._loops_calls = True
         if self._replaying:
             self._calls += 1
             return self._trajectory.tool_calls[self._calls - 1]
-        done, _ = await self._below(self._turns.run_tools([ParsedCall(CallStatus.VALID, name, arguments)]))
+        done, _ = await self._below(self._turns.run_tools([call]))
         self._note_calls(done)
         return done[0]
 
@@ -193,7 +196,7 @@ class Dialogue:
         if ids is not None:
             if len(t.response_ids) + len(ids) >= self._turns.budget:  # at least one token must follow
                 self._leave(FinishReason.TOOL_RESPONSE_TOO_LONG)
-            self._turns.tokens.append(ids, None)
+            t.append(ids, None)
             self._turns.report_progress(0)
             self._at = len(t.response_ids)
 

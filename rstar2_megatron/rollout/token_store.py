@@ -32,7 +32,7 @@ class TokenStore:
         held = HeldTokens(self._worker, number, *figures)
         kept = Trajectory(trajectory.query_id, trajectory.rollout_index, finish_reason=trajectory.finish_reason)
         for name, empty in zip(_ARRAYS, [getattr(kept, name) for name in _ARRAYS], strict=True):
-            setattr(kept, name, getattr(trajectory, name).copy())  # without the room of a TokenBuffer
+            setattr(kept, name, getattr(trajectory, name).copy())  # Ray's memory, if it came from another process
             setattr(trajectory, name, empty)
         self._kept[number] = kept
         trajectory.held = held

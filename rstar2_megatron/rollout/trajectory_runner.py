@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
 from typing import Any
 
 from rstar2_megatron.records.trace import TRACE
@@ -24,12 +23,6 @@ OnTrajectory = Callable[[Slice, Trajectory], Awaitable[None]]
 OnEngineGone = Callable[[str], Awaitable[None]]
 
 _Key = tuple[int, int]  # group, rollout index
-
-
-@dataclass(slots=True)
-class _Waiting:
-    work: Slice
-    since: float
 
 
 class TrajectoryRunner:
@@ -57,7 +50,6 @@ class TrajectoryRunner:
         self._next_work = next_work
         self._on_trajectory = on_trajectory
         self._on_engine_gone = on_engine_gone
-        self._waiting: dict[_Key, _Waiting] = {}
         self._running: set[asyncio.Task[None]] = set()
         self._preemptions: dict[_Key, Preemption] = {}  # by running trajectory
         self._preempting: set[asyncio.Task[None]] = set()
@@ -92,11 +84,6 @@ class TrajectoryRunner:
             await self._cancel()
 
     @property
-    def num_waiting(self) -> int:
-        """Trajectories that were taken and do not run."""
-        return len(self._waiting)
-
-    @property
     def num_at_tool(self) -> int:
         """Running trajectories that wait for a tool call."""
         return sum(preemption.at_tool for preemption in self._preemptions.values())
@@ -109,9 +96,9 @@ class TrajectoryRunner:
         """
         self._no_more = True
         self.loop.parking, self.loop.cutting = True, cut
-        for index, one in self._withdraw():
-            if index in one.work.parked:  # preempted, or carried and not restarted yet
-                await self._hand_back(one.work, one.work.parked[index])
+        for waiting in self.scheduler.withdraw():
+            if parked := waiting.work.parked.get(waiting.key[1]):  # preempted, or carried and not restarted yet
+                await self._hand_back(waiting.work, parked)
         with contextlib.suppress(EngineLost, EngineError):  # a lost engine runs nothing
             await self.loop.engine.abort_all()
 
@@ -122,14 +109,9 @@ class TrajectoryRunner:
             if self._on_engine_gone is None:
                 raise EngineLost(self.loop.engine_gone)
             await self._on_engine_gone(self.loop.engine_gone)
-        for index, one in self._withdraw():
-            await self._hand_back(one.work, one.work.parked.get(index) or Trajectory(one.work.problem.query_id, index))
-
-    def _withdraw(self) -> list[tuple[int, _Waiting]]:
-        """Take back everything that waits: (rollout index, what waits)."""
-        self.scheduler.withdraw()
-        waiting, self._waiting = self._waiting, {}
-        return [(index, one) for (_, index), one in waiting.items()]
+        for waiting in self.scheduler.withdraw():
+            work, index = waiting.work, waiting.key[1]
+            await self._hand_back(work, work.parked.get(index) or Trajectory(work.problem.query_id, index))
 
     def observe(self, report: EngineReport) -> None:
         """Pass an engine report on: lengths and evictions to the scheduler, the load to the statistics."""
@@ -180,8 +162,6 @@ class TrajectoryRunner:
                     self._watch(self._hand_back(one, trajectory))
 
     def _enqueue(self, work: Slice) -> None:
-        for index in work.indices:
-            self._waiting[work.group, index] = _Waiting(work, time.monotonic())
         prompt_tokens = self._prompt_tokens(work)
         self.scheduler.add([self._admission(work, index, prompt_tokens) for index in work.indices])
 
@@ -192,28 +172,26 @@ class TrajectoryRunner:
         max_tokens = prompt_tokens + max(1, self.loop.response_budget(prompt_tokens))
         parked = work.parked.get(index)
         length = max(parked.length, prompt_tokens) if parked else prompt_tokens
-        return Admission((work.group, index), work.group, prompt_tokens, max_tokens, length)
+        return Admission((work.group, index), work.group, prompt_tokens, max_tokens, length, work, time.monotonic())
 
     def _start_what_fits(self) -> None:
         for admission in self.scheduler.admit():
-            key = admission.key
-            assert isinstance(key, tuple)
-            waiting = self._waiting.pop(key)
-            self.loop.stats.admission_seconds += time.monotonic() - waiting.since
-            self._preemptions[key] = Preemption()
-            self.responses[key] = admission.length - admission.prompt_tokens
-            self._watch(self._run_one(key, waiting.work, admission.prompt_tokens))
+            self.loop.stats.admission_seconds += time.monotonic() - admission.since
+            self._preemptions[admission.key] = Preemption()
+            parked = admission.work.parked.get(admission.key[1])
+            self.responses[admission.key] = parked.response_tokens if parked else 0
+            self._watch(self._run_one(admission.key, admission.work))
 
     def _watch(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._running.add(task)
         task.add_done_callback(self._ended)
 
-    async def _run_one(self, key: _Key, work: Slice, prompt_tokens: int) -> None:
-        def progress(length: int) -> None:
-            self._lengths[key] = length
-            self.response_tokens += length - prompt_tokens - self.responses[key]
-            self.responses[key] = length - prompt_tokens
+    async def _run_one(self, key: _Key, work: Slice) -> None:
+        def progress(prompt_tokens: int, response_tokens: int) -> None:
+            self._lengths[key] = prompt_tokens + response_tokens
+            self.response_tokens += response_tokens - self.responses[key]
+            self.responses[key] = response_tokens
 
         finished = preempted = False
         try:
@@ -238,8 +216,7 @@ class TrajectoryRunner:
                 self.scheduler.budget.release(key, finished=finished)
             self._wake.set()
         if preempted:
-            work.parked[key[1]] = trajectory
-            self._waiting[key] = _Waiting(work, time.monotonic())  # its tokens are in work.parked
+            work.parked[key[1]] = trajectory  # with its tokens
             self.scheduler.requeue(self._admission(work, key[1], self._prompt_tokens(work)))
         else:
             await self._on_trajectory(work, trajectory)

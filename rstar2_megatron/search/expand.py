@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import time
 
 import numpy as np
 
+from rstar2_megatron.extension.user_code import UserCodeError
 from rstar2_megatron.rollout.agent_loop import AgentLoop, OneTurn
 from rstar2_megatron.rollout.engine.protocol import EngineLost
 from rstar2_megatron.search.step import Step, step_of, trajectory_of
@@ -46,17 +48,25 @@ class Expander:
         self.settings = settings
         self.retry_s = retry_s
 
-    def prompt_ids(self, problem: Problem) -> list[int]:
-        """The token ids that every path of the problem begins with."""
-        return self.loop.template.prompt_ids(problem)
+    async def prompt_ids(self, problem: Problem) -> list[int]:
+        """The token ids that every path of the problem begins with, with what an environment adds to the prompt.
+
+        Raises ExpansionSpoiled when the environment cannot begin.
+        """
+        try:
+            conversation = await self.loop.conversations.begin(problem, time.monotonic() + self.loop.timeout_s)
+        except UserCodeError as error:
+            raise ExpansionSpoiled(f"{problem.query_id}: {error}") from error
+        return self.loop.template.prompt_ids(conversation.problem)
 
     async def expand(self, problem: Problem, node: Node, count: int) -> list[Step]:
         """`count` candidates for the step after `node`, with values.
 
-        Raises EngineLost when the engine is gone for good, ExpansionSpoiled after MAX_TRIES failures of a candidate.
+        Raises EngineLost when the engine is gone for good, ExpansionSpoiled after MAX_TRIES failures of a candidate or when
+        an environment cannot begin.
         """
         before = node.steps
-        prompt_ids = np.array(self.prompt_ids(problem), np.int32)
+        prompt_ids = np.array(await self.prompt_ids(problem), np.int32)
         candidates = [self._candidate(problem, node.tag, before, prompt_ids, i) for i in range(count)]
         steps = list(await asyncio.gather(*candidates))
         await self.values.assign(prompt_ids, before, steps)

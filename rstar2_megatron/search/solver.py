@@ -108,6 +108,7 @@ class Solver:
         self._under_way += 1
         try:
             search = await self._solve(problem, expander)
+            prompt_ids = await expander.prompt_ids(problem)
         except ExpansionSpoiled as error:
             self.progress.spoiled[problem.query_id] = str(error)
             return
@@ -116,8 +117,7 @@ class Solver:
             raise
         finally:
             self._under_way -= 1
-        seconds, prompt_ids = time.monotonic() - started, expander.prompt_ids(problem)
-        self._file.finish(tree_row(problem, search, self._settings.mode, seconds, prompt_ids))
+        self._file.finish(tree_row(problem, search, self._settings.mode, time.monotonic() - started, prompt_ids))
         self._recorded.pop(problem.query_id, None)
         self.progress.problems += 1
         self.progress.solved += search.tree.solved

@@ -26,7 +26,6 @@ from rstar2_megatron.report.trajectories import (
     select_steps,
     shaded_turns,
 )
-from rstar2_megatron.rollout.token_buffer import TokenBuffer
 from rstar2_megatron.settings.schema import DownSamplingConfig
 from rstar2_megatron.trajectory import FinishReason, Group, Problem, ToolCall, ToolOutcome, Trajectory, generated_spans
 from tests.report.chromium import document, find_chromium, needs_chromium, screenshot
@@ -44,16 +43,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def attempt(tokenizer, query_id: str, index: int, right: bool) -> Trajectory:
     """Two turns around one tool call; attempt 3 has none and was cut by the length limit."""
     t = Trajectory(query_id, index, prompt_ids=[1, 2])
-    tokens = TokenBuffer(t)
     cut = index == 3
     texts = ["thinking without end π≈3.14"] if cut else ["let me compute 6*7", f"so it is {ATTACK if index == 1 else 42}"]
     for number, text in enumerate(texts):
         ids = tokenizer.encode(text, add_special_tokens=False)
         t.assistant_texts.append(text)
-        tokens.append(ids, [-1.0] * len(ids))
+        t.append(ids, [-1.0] * len(ids))
         if number == 0 and not cut:
             tool = tokenizer.encode("<tool_response>42</tool_response>", add_special_tokens=False)
-            tokens.append(tool, None)
+            t.append(tool, None)
             arguments = {"code": "print(6*7)\n# line two", "input": "5"}
             t.tool_calls.append(ToolCall("python", arguments, OUTCOMES[index % 4], f"stdout: {ATTACK}", 0.25))
     t.finish_reason = FinishReason.LENGTH_LIMIT if cut else FinishReason.ANSWERED

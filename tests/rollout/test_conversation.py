@@ -101,6 +101,12 @@ async def failing(problem, dialogue):
 async def leaving(problem, dialogue):
     await dialogue.generate()
     raise SystemExit(3)
+async def misspelt(problem, dialogue):
+    await dialogue.generate()
+    await dialogue.call_tool("python_code", {"code": "1"})
+async def unfilled(problem, dialogue):
+    await dialogue.generate()
+    await dialogue.call_tool("python_code_with_standard_io", {"input": "1"})
 async def worded(problem, dialogue):
     await dialogue.generate()
     dialogue.finish("good")
@@ -283,6 +289,8 @@ async def test_failures_of_an_environment_drop_with_the_reason(
         ("early", "append answers a turn, and there is none yet"),
         ("failing", "in failing: KeyError: 'score'"),
         ("leaving", "in leaving: SystemExit: 3"),
+        ("misspelt", "There is no tool 'python_code'. Known tools: \"python_code_with_standard_io\"."),
+        ("unfilled", 'call_tool cannot run this call: python_code_with_standard_io needs the argument "code".'),
         ("worded", "the loop gave the reward 'good', which is no finite number"),
         ("setting", "the loop gave the reward nan, which is no finite number"),
     ],
@@ -290,6 +298,7 @@ async def test_failures_of_an_environment_drop_with_the_reason(
 async def test_wrong_loops_are_told(tokenizer: Any, code: Any, name: str, said: str) -> None:
     t = await make_loop(tokenizer, ["a"], loop=code(name)).run(PROBLEM, 0)
     assert t.finish_reason is FinishReason.INFRASTRUCTURE and said in t.error and t.error.startswith("mine.py:")
+    assert t.user_error  # else runner.user_code_errors knows nothing of it
 
 
 @pytest.mark.parametrize(

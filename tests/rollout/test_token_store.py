@@ -8,7 +8,6 @@ import random
 import numpy as np
 import pytest
 
-from rstar2_megatron.rollout.token_buffer import TokenBuffer
 from rstar2_megatron.rollout.token_store import TokenStore, give_back
 from rstar2_megatron.trajectory import FinishReason, Trajectory
 from tests.algorithm.trajectories import trajectory
@@ -17,15 +16,13 @@ from tests.algorithm.trajectories import trajectory
 def test_turns_are_appended_in_their_order_and_with_their_mask() -> None:
     rng, expected = random.Random(0), ([], [], [])
     t = Trajectory("q", 0, [1, 2])
-    buffer = TokenBuffer(t)
     for turn in range(40):
         if turn == 20:  # parked, and resumed elsewhere
             t = pickle.loads(pickle.dumps(t))
-            buffer = TokenBuffer(t)
         ids = [rng.randrange(1000) for _ in range(rng.randrange(0, 300))]
         logprobs = [-0.5 * turn] * len(ids) if turn % 2 else None
         before = t.response_ids
-        buffer.append(ids, logprobs)
+        t.append(ids, logprobs)
         assert before.tolist() == expected[0]  # an array that someone holds does not change
         for values, more in zip(expected, (ids, [turn % 2] * len(ids), logprobs or [0.0] * len(ids)), strict=True):
             values.extend(more)
@@ -34,21 +31,9 @@ def test_turns_are_appended_in_their_order_and_with_their_mask() -> None:
     assert [t.response_ids.dtype, t.loss_mask.dtype, t.rollout_logprobs.dtype] == [np.int32, np.uint8, np.float32]
 
 
-def test_a_long_response_is_moved_a_few_times_only() -> None:
-    """Each move doubles the room, so a token is copied twice at most on average."""
-    t = Trajectory("q", 0, [1])
-    buffer = TokenBuffer(t)
-    moves = 0
-    for _ in range(10_000):
-        before = t.response_ids
-        buffer.append([1, 2, 3], None)
-        moves += not np.may_share_memory(before, t.response_ids)
-    assert len(t.response_ids) == 30_000 and moves <= 6
-
-
 def test_an_answer_with_unequal_arrays_is_refused() -> None:
     with pytest.raises(ValueError, match="3 token ids and 2 log-probs"):
-        TokenBuffer(Trajectory("q", 0, [1])).append([1, 2, 3], [-1.0, -1.0])
+        Trajectory("q", 0, [1]).append([1, 2, 3], [-1.0, -1.0])
     broken = trajectory(index=4)
     broken.loss_mask = broken.loss_mask[:-1]
     with pytest.raises(ValueError, match=r"q#4: .*loss_mask 3, .* differ in length"):

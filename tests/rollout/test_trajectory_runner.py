@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Hashable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.rollout.group_runner import run_groups
+from rstar2_megatron.extension.user_code import UserCode
 from rstar2_megatron.rollout.engine.protocol import EngineError, EngineLost, EngineReport
 from rstar2_megatron.rollout.scheduling.adaptive_budget import POLICIES, make_budget
 from rstar2_megatron.rollout.scheduling.admission_queue import AdmissionQueue
@@ -63,8 +65,8 @@ async def test_a_restarted_engines_capacity_counts(tokenizer) -> None:
         raise AssertionError
 
     runner = TrajectoryRunner(loop, AdmissionQueue(budget), never, never)
-    runner.observe(EngineReport(ready=True, progress=0.0, max_total_tokens=20_000))
-    runner.observe(EngineReport(ready=True, progress=0.0, max_total_tokens=12_000))
+    runner.observe(EngineReport(progress=0.0, max_total_tokens=20_000))
+    runner.observe(EngineReport(progress=0.0, max_total_tokens=12_000))
     assert budget.capacity_tokens == 12_000
 
 
@@ -107,7 +109,7 @@ async def test_the_runner_requeues_what_it_preempts(tokenizer, ending: str) -> N
     running = asyncio.create_task(runner.run())
     while budget.running < 4:
         await asyncio.sleep(0)
-    runner.observe(EngineReport(ready=True, progress=0.0))
+    runner.observe(EngineReport(progress=0.0))
     while loop.stats.preemptions < 3:
         await asyncio.sleep(0)
     if ending != "continues":
@@ -127,6 +129,29 @@ async def test_the_runner_requeues_what_it_preempts(tokenizer, ending: str) -> N
         assert all(t.response_tokens for t in back)
     for trajectory in back:
         trajectory.check()
+
+
+async def test_an_environments_opening_is_no_response(tokenizer, tmp_path: Path) -> None:
+    """The prompt is known to the end only when the trajectory has begun."""
+    (tmp_path / "game.py").write_text(
+        "class Game:\n"
+        "    def reset(self, problem): return 'Find my number. ' * 5\n"
+        "    def step(self, text): return 'again', 0.0, text == 'b'\n"
+    )
+    loop = make_loop(tokenizer, ["a", "b"], environment=UserCode.model_validate(f"{tmp_path}/game.py:Game"))
+    given = iter([[Slice(0, PROBLEM, [0])], None])
+    seen: list[tuple[int, int]] = []
+
+    async def next_work(room: int) -> list[Slice] | None:
+        return next(given)
+
+    async def ended(work: Slice, trajectory: Trajectory) -> None:
+        seen.append((runner.response_tokens, trajectory.response_tokens))
+
+    runner = TrajectoryRunner(loop, AdmissionQueue(make_budget("kv_reserve", 9000, 4)), next_work, ended)
+    await asyncio.wait_for(runner.run(), 20)
+    ((counted, real),) = seen
+    assert counted == real > 0
 
 
 @pytest.mark.parametrize("cut", [False, True])

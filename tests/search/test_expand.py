@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from rstar2_megatron.extension.user_code import UserCode
 from rstar2_megatron.judge.client.client import JudgeUnavailable
 from rstar2_megatron.judge.outcome import JudgeResult, Outcome
 from rstar2_megatron.reward.rewards import Rewards
@@ -15,7 +19,7 @@ from rstar2_megatron.rollout.engine.protocol import EngineLost
 from rstar2_megatron.search.expand import Expander, ExpansionSpoiled, candidate_seed
 from rstar2_megatron.search.step import Step
 from rstar2_megatron.search.tree import Node
-from rstar2_megatron.search.values import LikelihoodScorer, Values
+from rstar2_megatron.search.values import LikelihoodScorer, Prefix, Values
 from rstar2_megatron.settings.schema import RewardSettings, SearchSettings
 from rstar2_megatron.tools import JUPYTER
 from rstar2_megatron.trajectory import FinishReason, ToolOutcome
@@ -97,6 +101,37 @@ async def test_an_interpreter_replays_the_cells_of_its_path(tokenizer, pool: Rew
     assert judge.codes == ["x", "x", "x"]
     one, two, three = judge.sessions
     assert one != two == three and judge.closed == [one, two]
+
+
+async def test_paths_begin_with_an_environments_opening(tokenizer, pool: Rewards, tmp_path: Path) -> None:
+    """The text of `reset` is in what the engine and the scorer get, and in the prompt of the tree."""
+    (tmp_path / "game.py").write_text(
+        "class Game:\n"
+        "    def reset(self, problem):\n"
+        "        assert problem.query_id == 'q', 'no such level'\n"
+        "        return 'Find my number.'\n"
+        "    def step(self, text): return 'higher', 0.0, False\n"
+    )
+    expander, loop = make(
+        tokenizer, pool, ["1"], guide="scores", environment=UserCode.model_validate(f"{tmp_path}/game.py:Game")
+    )
+    scored: list[Prefix] = []
+
+    class Listening(LikelihoodScorer):
+        async def score(self, prefixes: Sequence[Prefix]) -> list[float]:
+            scored.extend(prefixes)
+            return await super().score(prefixes)
+
+    expander.values.scorer = Listening()
+    (first,) = await expander.expand(PROBLEM, root := Node("0"), 1)
+    await expander.expand(PROBLEM, Node("0.1", 1, root, first), 1)
+    before, after = written(loop).seen
+    assert "What is 2+2?\n\nFind my number.<|im_end|>" in tokenizer.decode(before)
+    prompt_ids = await expander.prompt_ids(PROBLEM)
+    assert before == prompt_ids and after[: len(before) + len(first.ids)] == [*prompt_ids, *first.ids]
+    assert [prefix.prompt_ids.tolist() for prefix in scored] == [prompt_ids] * 2
+    with pytest.raises(ExpansionSpoiled, match=r"r: game\.py:Game failed: .*no such level"):
+        await expander.expand(replace(PROBLEM, query_id="r"), Node("0"), 1)
 
 
 async def test_candidates_run_together(tokenizer, pool: Rewards) -> None:

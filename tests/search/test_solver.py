@@ -32,7 +32,7 @@ class Scripted:
     log: list[tuple[str, str]] = field(default_factory=list)
     others_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def prompt_ids(self, problem: Problem) -> list[int]:
+    async def prompt_ids(self, problem: Problem) -> list[int]:
         return [7, 8]
 
     async def expand(self, problem: Problem, node: Node, count: int) -> list[Step]:

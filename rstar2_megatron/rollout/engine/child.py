@@ -47,7 +47,7 @@ class EngineChild:
     def __init__(self, settings: RolloutSettings, arguments: dict[str, Any], *, name: str, log_path: Path | None) -> None:
         self.settings = settings
         self.name = name
-        self.report = EngineReport(ready=False, progress=0.0)
+        self.report = EngineReport(progress=0.0)
         self.lost_reason = ""
         self.on_report: Callable[[EngineReport], None] = lambda report: None
         self._arguments = arguments

@@ -396,11 +396,6 @@ class EngineClient(SupervisedEngine):
         """Tokens in the KV cache by the last report."""
         return 0 if self._child is None else self._child.report.used_tokens
 
-    @property
-    def max_context_tokens(self) -> int:
-        """Longest prompt in tokens; 0 before the start."""
-        return 0 if self._child is None else self._child.report.max_context_tokens
-
 
 def _close(buckets: Iterable[WeightBucket]) -> None:
     for bucket in buckets:

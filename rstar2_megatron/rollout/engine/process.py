@@ -126,9 +126,7 @@ class _EngineServer:
         self._engine = _create_engine(self._server_args, self._connection.fileno())
         self._manager = self._engine.tokenizer_manager
         self._manager.auto_create_handle_loop()
-        scheduler = self._engine._scheduler_init_result.scheduler_infos[0]
-        self._capacity = int(scheduler["max_total_num_tokens"])
-        self._max_context = int(scheduler["max_req_input_len"])
+        self._capacity = int(self._engine._scheduler_init_result.scheduler_infos[0]["max_total_num_tokens"])
         await self._manager.get_loads()  # which opens the scheduler's file: now all of SGLang's are open
         shared_files.remove(os.getpid())
         if not self._server_args.get("is_embedding"):
@@ -162,10 +160,8 @@ class _EngineServer:
         while True:
             loads = await self._manager.get_loads()  # read from shared memory
             report = EngineReport(
-                ready=True,
                 progress=self._manager.last_receive_tstamp,
                 max_total_tokens=self._capacity,
-                max_context_tokens=self._max_context,
                 used_tokens=loads[0].num_used_tokens if loads else 0,
                 running_requests=loads[0].num_running_reqs if loads else 0,
                 waiting_requests=loads[0].num_waiting_reqs if loads else 0,

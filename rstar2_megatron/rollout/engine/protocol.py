@@ -21,12 +21,10 @@ INTERRUPTED = "interrupted"
 
 
 class EngineReport(msgspec.Struct):
-    """State and load of the engine, as its process reports them."""
+    """Load of the engine, as its process reports it."""
 
-    ready: bool
     progress: float  # time of the scheduler's last message; only compared for change
     max_total_tokens: int = 0  # KV capacity
-    max_context_tokens: int = 0  # longest request
     used_tokens: int = 0  # of the KV cache
     running_requests: int = 0
     waiting_requests: int = 0
@@ -43,10 +41,6 @@ class GenerateResult(msgspec.Struct):
     prompt_tokens: int
     cached_tokens: int  # prompt tokens found in the KV cache
     retractions: int = 0  # times the engine evicted this request and computed it again
-
-    @property
-    def weight_version(self) -> int:
-        return self.version_spans[-1][2] if self.version_spans else 0
 
 
 class EngineLost(RuntimeError):

@@ -160,10 +160,10 @@ class SupervisedEngine:
     async def start_profile(self, profiler: ProfilerSettings, directory: str, prefix: str) -> None:
         """Record a torch profile of the next `engine_forwards` forward passes into files of `directory`.
 
-        A lost engine records nothing.
+        An engine that is lost, or is starting again, records nothing, and the log says why.
         """
         kinds = {"cpu": "CPU", "cuda": "GPU"}
-        with contextlib.suppress(EngineLost):
+        try:
             await self._call(
                 "start_profile",
                 {
@@ -175,6 +175,8 @@ class SupervisedEngine:
                     "profile_prefix": prefix,
                 },
             )
+        except (EngineLost, EngineError) as error:
+            logger.warning("%s records no profile: %s", self.name, error)
 
     async def stop_profile(self) -> None:
         """Write the profile now. Does nothing when it is written already, or the engine is lost."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from rstar2_megatron.rollout.scheduling.kv_budget import KVBudget
 
@@ -17,11 +18,13 @@ from rstar2_megatron.rollout.scheduling.kv_budget import KVBudget
 class Admission:
     """A trajectory that waits for admission; lengths in tokens."""
 
-    key: Hashable
+    key: Any  # hashable
     group: Hashable
     prompt_tokens: int
     max_tokens: int  # prompt and longest possible response
     length: int  # current length: the prompt, or more for a resumed trajectory
+    work: Any = None  # the caller's
+    since: float = 0.0  # when it began to wait, by the caller's clock
 
 
 class AdmissionQueue:
