@@ -36,10 +36,11 @@ from rstar2_megatron.actor.optimizer_state import (
     PutState,
     check_state_fits_weights,
     copy_views,
+    gather,
+    gathered_by,
     local_checksums,
     positions_without_padding,
-    states_by_parameter,
-    states_without_data,
+    shapes,
     take_held_states,
 )
 from rstar2_megatron.records.disk import not_written, writing
@@ -194,8 +195,7 @@ def _sharded_state(chunks: list[Any], optimizer: Any, *, loading: bool) -> dict[
         whole = unwrap(chunk).sharded_state_dict(metadata=dict(_METADATA))
         # TransformerEngine's scaling factors of FP8, empty here, are left out: a run may go on without it, and with it.
         state[_model_key(chunks, number)] = {name: tensor for name, tensor in whole.items() if "_extra_state" not in name}
-    gathered = states_without_data(optimizer) if loading else states_by_parameter(optimizer)
-    with positions_without_padding(chunks), gathered:
+    with positions_without_padding(chunks), gathered_by(shapes if loading else gather, optimizer):
         state["optimizer"] = optimizer.sharded_state_dict(dict(state), is_loading=loading, metadata=dict(_METADATA))
     return state
 
