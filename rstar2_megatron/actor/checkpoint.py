@@ -132,12 +132,6 @@ class PendingSave:
         except BaseException as error:
             self._failure = error
 
-    def written_everywhere(self) -> bool:
-        """True when the files of all ranks are written, so that `finish` does not wait; collective."""
-        waiting = torch.tensor([int(self._thread.is_alive())])
-        dist.all_reduce(waiting, group=_host_group())
-        return not int(waiting)
-
     def finish(self) -> None:
         """Wait for the files and rename the directory to its final name; collective. Raises NotWritten."""
         self._thread.join()
