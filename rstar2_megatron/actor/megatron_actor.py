@@ -369,5 +369,4 @@ class MegatronActor:
         self.optimizer_steps = counters["optimizer_steps"]
         self.skipped_steps = counters["skipped_steps"]
         self.schedule_start = counters.get("schedule_start", 0)
-        if "weights_checksum" in counters:  # checkpoints of earlier revisions have none
-            check_same_weights(str(directory), counters["weights_checksum"], self.weights_checksum())
+        check_same_weights(str(directory), counters["weights_checksum"], self.weights_checksum())

@@ -17,7 +17,6 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from torch import Tensor
 
 from rstar2_megatron.actor.network.model import unwrap
-from rstar2_megatron.weights.checksum import tensor_checksum
 
 _STATES = ("param", "exp_avg", "exp_avg_sq")
 Position = tuple[int, int, int]
@@ -207,19 +206,14 @@ def _put(part: Any, parameter: Tensor, place: Any, state: dict[str, Tensor]) -> 
         part._set_main_param_and_optimizer_states(parameter, own)
 
 
-def local_checksums(chunks: list[Any]) -> dict[str, int]:
-    """Checksum of each parameter of this rank by chunk and name. Local."""
-    return {name: tensor_checksum(parameter) for name, parameter in _parameters(chunks)}
-
-
-def check_state_fits_weights(source: str, chunks: list[Any], optimizer: Any, loaded: dict[str, int]) -> None:
+def check_state_fits_weights(source: str, chunks: list[Any], optimizer: Any) -> None:
     """Check that the loaded optimizer state matches the loaded weights; collective.
 
-    loaded: `local_checksums` taken between loading the weights and loading the state. Raises ValueError on every rank when
-    loading the state changed a weight, or when a master weight does not round to its weight. The next step would then
-    train other weights than the saved ones.
+    Raises ValueError on every rank when a master weight does not round to its weight. The next step would then train other
+    weights than the saved ones. Masters that share memory with their weights (fp32) are compared with the saved ones by
+    the checksums of the weights (`MegatronActor.load_checkpoint`).
     """
-    wrong = [name for name, checksum in local_checksums(chunks).items() if checksum != loaded[name]]
+    wrong: list[str] = []
     names = {parameter: name for name, parameter in _parameters(chunks)}
     for parameter, weight, master in _masters(optimizer):
         if not torch.equal(master.to(weight.device, weight.dtype), weight):
