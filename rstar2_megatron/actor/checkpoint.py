@@ -36,10 +36,10 @@ from rstar2_megatron.actor.optimizer_state import (
     PutState,
     check_state_fits_weights,
     copy_views,
-    local_checksums,
+    gather,
+    gathered_by,
     positions_without_padding,
-    states_by_parameter,
-    states_without_data,
+    shapes,
     take_held_states,
 )
 from rstar2_megatron.records.disk import not_written, writing
@@ -131,12 +131,6 @@ class PendingSave:
         except BaseException as error:
             self._failure = error
 
-    def written_everywhere(self) -> bool:
-        """True when the files of all ranks are written, so that `finish` does not wait; collective."""
-        waiting = torch.tensor([int(self._thread.is_alive())])
-        dist.all_reduce(waiting, group=_host_group())
-        return not int(waiting)
-
     def finish(self) -> None:
         """Wait for the files and rename the directory to its final name; collective. Raises NotWritten."""
         self._thread.join()
@@ -194,8 +188,7 @@ def _sharded_state(chunks: list[Any], optimizer: Any, *, loading: bool) -> dict[
         whole = unwrap(chunk).sharded_state_dict(metadata=dict(_METADATA))
         # TransformerEngine's scaling factors of FP8, empty here, are left out: a run may go on without it, and with it.
         state[_model_key(chunks, number)] = {name: tensor for name, tensor in whole.items() if "_extra_state" not in name}
-    gathered = states_without_data(optimizer) if loading else states_by_parameter(optimizer)
-    with positions_without_padding(chunks), gathered:
+    with positions_without_padding(chunks), gathered_by(shapes if loading else gather, optimizer):
         state["optimizer"] = optimizer.sharded_state_dict(dict(state), is_loading=loading, metadata=dict(_METADATA))
     return state
 
@@ -283,11 +276,10 @@ def load(directory: str | Path, chunks: list[Any], optimizer: Any) -> None:
         for number, chunk in enumerate(chunks):
             weights = state.pop(_model_key(chunks, number))
             _load_in_pieces(path, [(functools.partial(_put_weight, chunk, name), w) for name, w in weights.items()])
-        loaded = local_checksums(chunks)
         held = take_held_states(optimizer, state["optimizer"])
         optimizer.load_state_dict(dist_checkpointing.load(state, str(path))["optimizer"])
         _load_in_pieces(path, held)
-        check_state_fits_weights(str(path), chunks, optimizer, loaded)
+        check_state_fits_weights(str(path), chunks, optimizer)
         file = path / _RANDOM / _random_file()
         if file.exists():
             _restore_random_states(torch.load(file, weights_only=False))

@@ -184,7 +184,6 @@ class MegatronActor:
             loss = rl_loss(algorithm, self._loss, weights, self.device, old, reference, indices.start, across)
             plans.append(plan)
             steps.append(self._update(part, plan, loss, temperature=self._temperature))
-        self._finish_written_checkpoint()
         return {
             **rl_metrics(steps, with_reference=reference is not None, names=self._loss_values),
             **mismatch,
@@ -332,7 +331,7 @@ class MegatronActor:
         """Write model, optimizer, schedule and random states; collective.
 
         The directory appears atomically. With wait=False threads write during the next steps, and the directory appears
-        at the end of a later `train_step` or in `finish_checkpoint`.
+        in `finish_checkpoint`.
         """
         from rstar2_megatron.actor import checkpoint
 
@@ -355,10 +354,6 @@ class MegatronActor:
         if pending is not None:
             pending.finish()
 
-    def _finish_written_checkpoint(self) -> None:
-        if self._pending is not None and self._pending.written_everywhere():
-            self.finish_checkpoint()
-
     def load_checkpoint(self, directory: str | Path) -> None:
         """Restore what `save_checkpoint` wrote, also under another parallel layout; collective.
 
@@ -374,5 +369,4 @@ class MegatronActor:
         self.optimizer_steps = counters["optimizer_steps"]
         self.skipped_steps = counters["skipped_steps"]
         self.schedule_start = counters.get("schedule_start", 0)
-        if "weights_checksum" in counters:  # checkpoints of earlier revisions have none
-            check_same_weights(str(directory), counters["weights_checksum"], self.weights_checksum())
+        check_same_weights(str(directory), counters["weights_checksum"], self.weights_checksum())

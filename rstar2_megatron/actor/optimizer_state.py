@@ -17,7 +17,6 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from torch import Tensor
 
 from rstar2_megatron.actor.network.model import unwrap
-from rstar2_megatron.weights.checksum import tensor_checksum
 
 _STATES = ("param", "exp_avg", "exp_avg_sq")
 Position = tuple[int, int, int]
@@ -57,28 +56,8 @@ def _unpadded_positions(buffer: Any) -> dict[Any, Position]:
 
 
 @contextmanager
-def states_without_data(optimizer: Any) -> Iterator[None]:
-    """Context in which the sharded state dict for a load has gathered states on the meta device.
-
-    megatron-core would allocate masters and moments of all parameters, 12 bytes each, on every rank (:1033).
-    """
-    with _gathered_by(_shapes, optimizer):
-        yield
-
-
-@contextmanager
-def states_by_parameter(optimizer: Any) -> Iterator[None]:
-    """Context in which the sharded state dict for a save has an own host tensor for each state of each parameter.
-
-    megatron-core gathers all states of a bucket before it joins the first (:1051), and returns slices of joined buffers,
-    which its writer must copy: up to 36 bytes of host memory a parameter. Here they are 12, and 4 more for a bucket on its way.
-    """
-    with _gathered_by(_gather, optimizer):
-        yield
-
-
-@contextmanager
-def _gathered_by(function: Callable[..., Any], optimizer: Any) -> Iterator[None]:
+def gathered_by(function: Callable[..., Any], optimizer: Any) -> Iterator[None]:
+    """Context in which the sharded state dict has its gathered states from `function`: `gather` to save, `shapes` to load."""
     parts = [part for part in optimizer.chained_optimizers if _is_distributed(part)]
     for part in parts:
         part.get_parameter_state_dp_zero = functools.partial(function, part)
@@ -93,8 +72,11 @@ def _is_distributed(part: Any) -> bool:
     return hasattr(part, "gbuf_ranges")
 
 
-def _shapes(part: Any, **_: Any) -> dict[int, dict[Any, dict[str, Tensor]]]:
-    """What `get_parameter_state_dp_zero` returns, without data."""
+def shapes(part: Any, **_: Any) -> dict[int, dict[Any, dict[str, Tensor]]]:
+    """What `get_parameter_state_dp_zero` returns, on the meta device.
+
+    megatron-core would allocate masters and moments of all parameters, 12 bytes each, on every rank (:1033).
+    """
     return {
         number: {
             dtype: {name: torch.empty(part.buffers[number].numel_unpadded, device="meta") for name in _STATES}
@@ -118,17 +100,20 @@ class _Pieces:
         return self._pieces[position.start, position.stop]
 
 
-def _gather(part: Any, **_: Any) -> dict[int, dict[Any, dict[str, _Pieces]]] | None:
+def gather(part: Any, **_: Any) -> dict[int, dict[Any, dict[str, _Pieces]]] | None:
     """What `get_parameter_state_dp_zero` returns, on the first data-parallel rank; None on others. Collective.
 
+    Each state of each parameter is a host tensor of its own. megatron-core gathers all states of a bucket before it joins
+    the first (:1051), and returns slices of joined buffers, which its writer must copy: up to 36 bytes of host memory a
+    parameter. Here they are 12, and 4 more for a bucket on its way.
     Reads positions without padding (`positions_without_padding`).
     """
     # TransformerEngine's Adam has no state before its first step.
     if part.optimizer is not None and not part.optimizer.state:
         part.init_state_fn(part.optimizer, part.config)
     group = part.data_parallel_group_gloo
-    gather = _states_of_this_rank if group.size() == 1 else _states_of_all_ranks
-    state = {number: {dtype: gather(part, number) for dtype in ranges} for number, ranges in enumerate(part.gbuf_ranges)}
+    states_of = _states_of_this_rank if group.size() == 1 else _states_of_all_ranks
+    state = {number: {dtype: states_of(part, number) for dtype in ranges} for number, ranges in enumerate(part.gbuf_ranges)}
     return state if group.rank() == 0 else None
 
 
@@ -221,19 +206,14 @@ def _put(part: Any, parameter: Tensor, place: Any, state: dict[str, Tensor]) -> 
         part._set_main_param_and_optimizer_states(parameter, own)
 
 
-def local_checksums(chunks: list[Any]) -> dict[str, int]:
-    """Checksum of each parameter of this rank by chunk and name. Local."""
-    return {name: tensor_checksum(parameter) for name, parameter in _parameters(chunks)}
-
-
-def check_state_fits_weights(source: str, chunks: list[Any], optimizer: Any, loaded: dict[str, int]) -> None:
+def check_state_fits_weights(source: str, chunks: list[Any], optimizer: Any) -> None:
     """Check that the loaded optimizer state matches the loaded weights; collective.
 
-    loaded: `local_checksums` taken between loading the weights and loading the state. Raises ValueError on every rank when
-    loading the state changed a weight, or when a master weight does not round to its weight. The next step would then
-    train other weights than the saved ones.
+    Raises ValueError on every rank when a master weight does not round to its weight. The next step would then train other
+    weights than the saved ones. Masters that share memory with their weights (fp32) are compared with the saved ones by
+    the checksums of the weights (`MegatronActor.load_checkpoint`).
     """
-    wrong = [name for name, checksum in local_checksums(chunks).items() if checksum != loaded[name]]
+    wrong: list[str] = []
     names = {parameter: name for name, parameter in _parameters(chunks)}
     for parameter, weight, master in _masters(optimizer):
         if not torch.equal(master.to(weight.device, weight.dtype), weight):

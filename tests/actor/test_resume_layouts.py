@@ -200,5 +200,5 @@ def test_a_checkpoint_of_another_form_or_with_other_weights_is_refused(
         file.write_bytes(file.read_bytes().replace(stored, flipped))
     with pytest.raises(ValueError, match=r"are not those that were saved, e\.g\. model\.embed_tokens"):
         dict(checkpoint_weights(damaged, config))
-    with pytest.raises(RuntimeError, match=r"ValueError: .*(are not those that were saved|does not belong)"):
+    with pytest.raises(RuntimeError, match=r"ValueError: .*are not those that were saved"):
         pool.run(checkpoints.load_each, 1, settings(), which, [damaged], BATCHES[1])
