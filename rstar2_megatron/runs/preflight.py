@@ -20,12 +20,13 @@ from rstar2_megatron.extension.user_code import UserCode, UserCodeError, all_use
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.model.tokenizer_files import directory_problems
 from rstar2_megatron.model.weight_files import weight_notes
+from rstar2_megatron.records.checkpoint import complete_checkpoints
 from rstar2_megatron.records.trajectory_files import rollouts_path
 from rstar2_megatron.reward.answer_text import worked_note
 from rstar2_megatron.reward.own import OwnReward
 from rstar2_megatron.rollout.conversation import Conversations
 from rstar2_megatron.rollout.tool_set import tools_of
-from rstar2_megatron.runs.inputs.output_directory import output_problems
+from rstar2_megatron.runs.inputs.output_directory import output_problems, run_directory
 from rstar2_megatron.runs.stopping import condition_problems
 from rstar2_megatron.search.preference.trees import read_trees
 from rstar2_megatron.services.process import is_loopback
@@ -100,6 +101,7 @@ def check_before_start(
     _raise(algorithm_code_problems(settings.algorithm))
     _raise(replay_problems(settings.runner.replay_rollouts, settings.runner.max_steps))  # of a run that was here
     _raise_or_warn(list(init_checkpoint_problems(settings)), dry_run, warnings)
+    _raise_or_warn(list(cold_start_problems(settings)), dry_run, warnings)
     wrong, absent = data_problems(settings, later)
     _raise(wrong)
     _raise_or_warn(absent, dry_run, warnings)
@@ -428,6 +430,20 @@ def init_checkpoint_problems(settings: Settings) -> Iterator[str]:
             f"runner.init_checkpoint={path} holds no actor/metadata.json: give a directory checkpoints/global_step_N of "
             "another run, or null to start with a fresh optimizer"
         )
+
+
+def cold_start_problems(settings: Settings) -> Iterator[str]:
+    """Data of the SFT before RL that are not here; a run that resumes needs none of them."""
+    runner, checkpoints = settings.runner, run_directory(settings) / "checkpoints"
+    resumes = complete_checkpoints(checkpoints) if runner.resume_dir == "auto" else runner.resume_dir
+    if runner.task_type != "reasoning" or not settings.cold_start.enabled or resumes:
+        return
+    for phase in settings.cold_start.phases:
+        what = f"cold_start.phases: the data file {phase.data_path} of phase {phase.name}"
+        if phase.data_path.startswith(BUILT_PREFIXES):
+            yield f"{what} is made by the cold start; set cold_start.builder=tiny or give a file"
+        elif not Path(phase.data_path).exists():
+            yield f"{what} does not exist; {_MAKERS['sft']} writes such files"
 
 
 def data_problems(settings: Settings, later: Collection[str] = ()) -> tuple[list[str], list[str]]:

@@ -233,6 +233,23 @@ def test_worked_solutions_are_refused(model: Path, data: Path) -> None:
         check_before_start(tiny(model, data))
 
 
+def test_the_data_of_a_cold_start_must_be_here_unless_the_run_resumes(model: Path, data: Path) -> None:
+    phase = "cold_start.phases=[{name: format, data_path: %s, steps: 1, batch_size: 1, lr: 0.1}]"
+    for path, message in (
+        ("/nowhere/sft.jsonl", "the data file /nowhere/sft.jsonl of phase format does not exist; data_process/build_sft_data"),
+        ("tiny:copy", "the data file tiny:copy of phase format is made by the cold start; set cold_start.builder=tiny or give"),
+    ):
+        settings = tiny(model, data, "cold_start.enabled=True", phase % f"'{path}'")
+        with pytest.raises(ConfigError, match=message):
+            check_before_start(settings)
+        (warning,) = check_before_start(settings, dry_run=True)
+        assert message in warning
+    assert check_before_start(tiny(model, data, "cold_start.enabled=True", phase % data)) == []
+    run = Path(settings.runner.output_dir) / settings.runner.experiment_name
+    (run / "checkpoints" / "global_step_3").mkdir(parents=True)
+    assert check_before_start(settings) == []
+
+
 def test_an_empty_data_set(model: Path, data: Path) -> None:
     data.write_text("\n\n")
     with pytest.raises(ConfigError, match=r"no problems in .*train.jsonl"):
