@@ -116,7 +116,7 @@ def _read(one: Input, stem: str, state: tuple[int, ...], columns: Columns) -> tu
             except UserCodeError as error:
                 raise DataError(f"{row.where}: {error}") from error
             if isinstance(values, Problem):
-                values = _row_of(values, columns)
+                values = row_of(values, columns)
             if values is None:
                 dropped += 1
                 continue
@@ -136,7 +136,8 @@ def _read(one: Input, stem: str, state: tuple[int, ...], columns: Columns) -> tu
     return problems, dropped
 
 
-def _row_of(problem: Problem, columns: Columns) -> dict[str, Any]:
+def row_of(problem: Problem, columns: Columns) -> dict[str, Any]:
+    """The row that is read as `problem`."""
     own = {"query_id": problem.query_id or None, "task": problem.task}
     return {**problem.extra, columns.prompt: problem.prompt, columns.answer: problem.solutions, **own}
 

@@ -29,9 +29,10 @@ from rstar2_megatron.report.arms import work_of
 from rstar2_megatron.report.curves import main as draw
 from rstar2_megatron.report.names import panel
 from rstar2_megatron.report.read import read_logs
+from rstar2_megatron.runs.base_run import FINISHED, Stopped, StopSignals, asks_for_no_more
 from rstar2_megatron.runs.preflight import check_before_start
 from rstar2_megatron.runs.stages import override_word, read_section
-from rstar2_megatron.services.process import terminate_tree
+from rstar2_megatron.services.process import start_child, terminate_tree
 from rstar2_megatron.settings.load import ConfigError, load, to_plain, users_path
 from rstar2_megatron.settings.placement import slots_of
 from rstar2_megatron.settings.schema import Section, Settings
@@ -40,6 +41,7 @@ from rstar2_megatron.tiny.resolve import resolve_tiny
 _POLL_S = 0.5
 _CLOSE_S = 90.0  # a run ends what it started
 _SHOWN_LINES = 15
+_ENDED_AS_ASKED = (128 + signal.SIGUSR2, -signal.SIGUSR2)  # the second in its start-up, before it has a handler
 
 
 class Ablation(Section):
@@ -74,9 +76,8 @@ class ArmRun:
     @property
     def state(self) -> str:
         """What a run of it would do."""
-        path = self.directory / "finished.json"
-        done = json.loads(path.read_text()) if path.is_file() else None
-        if done and (done["step"] >= self.settings.runner.max_steps or done["condition"]):
+        path, runner = self.directory / FINISHED, self.settings.runner
+        if path.is_file() and asks_for_no_more(json.loads(path.read_text()), runner, runner.max_steps):
             return "finished"
         return "continues, if it has a checkpoint" if self.directory.is_dir() else "to run"
 
@@ -102,7 +103,8 @@ Runs = dict[tuple[str, int], ArmRun]
 def run_ablation(file: str, words: Sequence[str], arms: Sequence[str], seeds: Sequence[str], *, dry_run: bool) -> int:
     """Run the chosen arms and seeds of the file, all where none are chosen, and draw them.
 
-    Returns 0, or 1 when a run failed; the others are run all the same. Raises ConfigError before anything is started.
+    Returns 0, or 1 when a run failed; the others are run all the same. Stopped: 130, 143, or 140 after SIGUSR2, for which
+    the runs under way end their step. Raises ConfigError before anything is started.
     """
     path = users_path(file)
     if not path.is_file():
@@ -121,14 +123,18 @@ def run_ablation(file: str, words: Sequence[str], arms: Sequence[str], seeds: Se
         print(f"{arm}, seed {seed}: {run.state} ({run.directory})", flush=True)
     if dry_run:
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run under way is ended as well
+    signals = StopSignals()
+    signals.install()  # so that the runs under way are ended as well
     failed = 0
     try:
         for number, seed in enumerate(numbers, 1):
-            failed += _run(ablation, [runs[arm, seed] for arm in chosen])
+            failed += _run(ablation, [runs[arm, seed] for arm in chosen], signals)
             failed += _draw(ablation, {arm: [runs[arm, s].directory for s in numbers[:number]] for arm in chosen})
-    except KeyboardInterrupt:
-        return 130
+    except Stopped as stopped:
+        return stopped.exit_code
+    finally:
+        signals.ignore()
+        signals.restore()
     return int(failed > 0)
 
 
@@ -168,30 +174,40 @@ def _check(runs: Runs, dry_run: bool) -> None:
         run.check_earlier()
 
 
-def _run(ablation: Ablation, runs: Sequence[ArmRun]) -> int:
-    """Run what is not finished, `at_once` at a time; they end with their caller. Returns how many failed."""
+def _run(ablation: Ablation, runs: Sequence[ArmRun], signals: StopSignals) -> int:
+    """Run what is not finished, `at_once` at a time; they end with their caller. Returns how many failed.
+
+    Raises Stopped once the runs under way have ended as SIGUSR2 asks.
+    """
     waiting = [run for run in runs if run.state != "finished"]
     running: dict[subprocess.Popen[bytes], ArmRun] = {}
-    failed = 0
+    failed, told = 0, False
     try:
-        while waiting or running:
+        while running or (waiting and not signals.end_asked):
+            if signals.end_asked and not told:
+                waiting, told = [], True
+                for process in running:
+                    process.send_signal(signal.SIGUSR2)
             # The first one makes the model that all start from: it is alone until it has a step.
             one_has_a_step = any((run.directory / "metrics.jsonl").is_file() for run in runs)
             if waiting and len(running) < (ablation.at_once if one_has_a_step else 1):
                 run = waiting.pop(0)
                 running[_start(ablation.config, run)] = run
             for process in [process for process in running if process.poll() is not None]:
-                terminate_tree(process.pid, grace_s=_CLOSE_S)
                 run, code = running.pop(process), process.returncode
-                if code:
+                if code and not (told and code in _ENDED_AS_ASKED):
                     failed += 1
                     end = "\n".join(run.log.read_text(errors="replace").splitlines()[-_SHOWN_LINES:])
                     text = f"error: {run.name} ended with exit code {code}; the end of {run.log}:\n{end}"
                     print(text, file=sys.stderr, flush=True)
             time.sleep(_POLL_S)
-    finally:
+    except BaseException:
+        signals.ignore()  # another signal would leave a run alive
         for process in running:
             terminate_tree(process.pid, grace_s=_CLOSE_S)
+        raise
+    if signals.end_asked:
+        raise Stopped(signal.SIGUSR2)
     return failed
 
 
@@ -200,8 +216,8 @@ def _start(config: str, run: ArmRun) -> subprocess.Popen[bytes]:
     print(f"{run.name}: output in {run.log}", flush=True)
     run.log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-u", "-m", "rstar2_megatron.runs.main", config, *run.words]
-    with run.log.open("w") as file:
-        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+    with run.log.open("wb") as file:
+        return start_child(command, file, cwd=None)
 
 
 def _draw(ablation: Ablation, arms: dict[str, list[Path]]) -> int:

@@ -7,7 +7,7 @@ import json
 import logging
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
@@ -18,7 +18,7 @@ from rstar2_megatron.records.checkpoint import find_resume
 from rstar2_megatron.records.whole_file import write_json, write_text
 from rstar2_megatron.services.run_temporary import RunTemporary
 from rstar2_megatron.settings.load import print_config
-from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.settings.schema import RunnerSettings, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -129,8 +129,7 @@ class BaseRun:
         if not path.is_file():
             return False
         finished = json.loads(path.read_text())
-        condition_held = bool(finished["condition"] and self.settings.runner.stop_when)
-        return bool(finished["step"] == step and (step >= total_steps or condition_held))
+        return bool(finished["step"] == step and asks_for_no_more(finished, self.settings.runner, total_steps))
 
     def _has_results(self) -> bool:
         return (self.directory / "metrics.jsonl").exists()
@@ -156,6 +155,11 @@ class BaseRun:
             quietly(close)
         self._closing.clear()
         quietly(self.temporary.remove)
+
+
+def asks_for_no_more(finished: Mapping[str, Any], runner: RunnerSettings, total_steps: int) -> bool:
+    """Whether the run that left this finished.json has all steps, or the settings still have conditions that may end it."""
+    return bool(finished["step"] >= total_steps or (finished["condition"] and runner.stop_when))
 
 
 def quietly(action: Callable[[], object]) -> None:

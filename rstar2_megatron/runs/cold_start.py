@@ -14,7 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +38,6 @@ class ColdStartResult:
     model: Path
     before: float | None
     after: float | None
-    seconds: float
-    losses: dict[str, float] = field(default_factory=dict)  # last loss of each phase
-    reused: bool = False
 
 
 def cache_dir(settings: Settings) -> Path:
@@ -66,18 +63,19 @@ def find_cached(settings: Settings) -> ColdStartResult | None:
     if not path.exists():
         return None
     result = json.loads(path.read_text())
-    return ColdStartResult(**{**result, "model": path.parent / "model", "reused": True})
+    return ColdStartResult(path.parent / "model", result["before"], result["after"])
 
 
-def check_reference(settings: Settings) -> None:
-    """The reference of the KL term must be the model that RL began with, also in a resumed run.
+def find_reference(settings: Settings) -> ColdStartResult | None:
+    """The cached result that a resumed run needs, because the reference of the KL term must be the model that RL began with.
 
-    Raises ValueError when that model was the cold start's and its cache is gone or belongs to other settings: the run
-    would silently take the model before SFT as its reference.
+    Returns None when that model was not the cold start's, or without a KL term: the data of the SFT may be gone then.
+    Raises ValueError when the cache is gone or belongs to other settings: the run would silently take the model before SFT
+    as its reference.
     """
     begins_elsewhere = settings.runner.init_checkpoint or not settings.cold_start.enabled
     if not settings.algorithm.kl_beta or begins_elsewhere:
-        return
+        return None
     try:
         directory: Path | None = cache_dir(settings)
         found = find_cached(settings)
@@ -90,6 +88,7 @@ def check_reference(settings: Settings) -> None:
             f"resuming with algorithm.kl_beta={settings.algorithm.kl_beta} needs the cold start's model as reference, but "
             f"{where}; restore it, set algorithm.kl_beta=0, or start a new run by runner.resume_dir=null"
         )
+    return found
 
 
 def run_cold_start(
@@ -102,8 +101,6 @@ def run_cold_start(
     final = cache_dir(settings)
     before = evaluate("held-out before SFT") if evaluate else None
     tokenizer = AutoTokenizer.from_pretrained(settings.rollout.model.model_path)
-    start = time.perf_counter()
-    losses = {}
     for phase in settings.cold_start.phases:
         lap = time.perf_counter()
         timeout = settings.runner.step_timeout_s
@@ -111,13 +108,11 @@ def run_cold_start(
         actor.call("start_sft_phase", phase, timeout_s=timeout)
         history = run_sft_phase(actor, phase, rows, settings.cold_start.seed, timeout)
         if history:
-            losses[phase.name] = history[-1]["sft/loss"]
             print(
                 f"SFT {phase.name}: {phase.steps} steps in {time.perf_counter() - lap:.0f} s, loss "
-                f"{history[0]['sft/loss']:.3f} -> {losses[phase.name]:.3f}",
+                f"{history[0]['sft/loss']:.3f} -> {history[-1]['sft/loss']:.3f}",
                 flush=True,
             )
-    seconds = time.perf_counter() - start
     partial = final.with_name(f".{final.name}.{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -125,15 +120,8 @@ def run_cold_start(
     write_format(partial / "model", settings)
     sync()
     after = evaluate("held-out after SFT") if evaluate else None
-    result = ColdStartResult(
-        model=final / "model",
-        before=before.average if before else None,
-        after=after.average if after else None,
-        seconds=seconds,
-        losses=losses,
-    )
-    stored = {name: value for name, value in asdict(result).items() if name not in ("model", "reused")}
-    write_json(partial / "result.json", stored)
+    scores = {"before": before.average if before else None, "after": after.average if after else None}
+    write_json(partial / "result.json", scores)
     shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)
-    return result
+    return ColdStartResult(final / "model", **scores)

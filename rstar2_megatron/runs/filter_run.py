@@ -16,7 +16,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from rstar2_megatron.data.difficulty import PassCount, difficulty_report, pass_counts, render_report
-from rstar2_megatron.data.problems import drop_long_prompts, read_problems
+from rstar2_megatron.data.problems import Columns, drop_long_prompts, read_problems, row_of
 from rstar2_megatron.data.rows import DataError
 from rstar2_megatron.evaluation.sampling import sample
 from rstar2_megatron.evaluation.services import SamplingSettings
@@ -49,31 +49,27 @@ class SamplingRun(BaseRun):
 
 class FilterRun(SamplingRun):
     def work(self) -> None:
-        filter_problems(self.settings, self.directory)
+        """Sample, count and write pass_counts.jsonl, train.jsonl and report.json.
 
-
-def filter_problems(settings: Settings, out: Path) -> dict[str, Any]:
-    """Sample, count and write pass_counts.jsonl, train.jsonl and report.json to `out`; returns the report.
-
-    Raises DataError when no problem is left, and the errors of `evaluation.sampling.sample`.
-    """
-    options, data = settings.difficulty_filter, settings.data
-    problems = short_problems(settings, options.num_problems)
-    spec = replace(RolloutSpec.training(settings), samples=options.num_samples)
-    sampling = SamplingSettings.of(settings, spec, model=settings.rollout.model.model_path, num_engines=num_engines(settings))
-    samples = sample(problems, sampling, out / "trajectories.jsonl", label="difficulty")
-    counts = pass_counts(problems, ((s.query_id, s.positive) for s in samples))
-    dropped = dropped_problems(counts, options, options.num_samples)
-    report = difficulty_report(counts, dropped, options.num_samples)
-    write_jsonl(out / "pass_counts.jsonl", (asdict(count) for count in counts))
-    kept = [problem for problem in problems if problem.query_id not in dropped]
-    if not kept:
-        raise DataError(f"no problem is left of {len(problems)}: {report['dropped']}; see {out / 'pass_counts.jsonl'}")
-    write_problems(out / "train.jsonl", kept, data)
-    write_json(out / "report.json", report)
-    print(render_report(report), flush=True)
-    print(f"wrote {out / 'train.jsonl'} and pass_counts.jsonl, report.json, trajectories.jsonl beside it", flush=True)
-    return report
+        Raises DataError when no problem is left, and the errors of `evaluation.sampling.sample`.
+        """
+        settings, out = self.settings, self.directory
+        options, model = settings.difficulty_filter, settings.rollout.model.model_path
+        problems = short_problems(settings, options.num_problems)
+        spec = replace(RolloutSpec.training(settings), samples=options.num_samples)
+        sampling = SamplingSettings.of(settings, spec, model=model, num_engines=num_engines(settings))
+        samples = sample(problems, sampling, out / "trajectories.jsonl", label="difficulty")
+        counts = pass_counts(problems, ((s.query_id, s.positive) for s in samples))
+        dropped = dropped_problems(counts, options, options.num_samples)
+        report = difficulty_report(counts, dropped, options.num_samples)
+        write_jsonl(out / "pass_counts.jsonl", (asdict(count) for count in counts))
+        kept = [problem for problem in problems if problem.query_id not in dropped]
+        if not kept:
+            raise DataError(f"no problem is left of {len(problems)}: {report['dropped']}; see {out / 'pass_counts.jsonl'}")
+        write_problems(out / "train.jsonl", kept, settings.data)
+        write_json(out / "report.json", report)
+        print(render_report(report), flush=True)
+        print(f"wrote {out / 'train.jsonl'} and pass_counts.jsonl, report.json, trajectories.jsonl beside it", flush=True)
 
 
 def dropped_problems(counts: Sequence[PassCount], options: DifficultyFilterSettings, wanted: int) -> dict[str, str]:
@@ -85,7 +81,8 @@ def dropped_problems(counts: Sequence[PassCount], options: DifficultyFilterSetti
 
 def write_problems(path: Path, problems: Sequence[Problem], data: DataSettings) -> None:
     """Write problems as a data file, which a stage with `problems_from` reads."""
-    write_jsonl(path, (_row(problem, data.prompt_key, data.answer_key) for problem in problems))
+    columns = Columns(data.prompt_key, data.answer_key)
+    write_jsonl(path, (row_of(problem, columns) for problem in problems))
 
 
 def short_problems(settings: Settings, limit: int) -> list[Problem]:
@@ -102,16 +99,6 @@ def short_problems(settings: Settings, limit: int) -> list[Problem]:
 def num_engines(settings: Settings) -> int:
     """Engines of this node's GPUs; one without GPU."""
     gpus, memory = visible_gpus()
-    if slots_of(settings.cluster, (gpus, memory)).is_cpu or not gpus:
+    if slots_of(settings.cluster, (gpus, memory)).is_cpu:
         return 1
     return max(1, gpus // settings.rollout.tensor_parallel_size)
-
-
-def _row(problem: Problem, prompt_key: str, answer_key: str) -> dict[str, Any]:
-    return {
-        prompt_key: problem.prompt,
-        answer_key: problem.solutions,
-        "query_id": problem.query_id,
-        "task": problem.task,
-        **problem.extra,
-    }

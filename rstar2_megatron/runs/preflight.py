@@ -6,10 +6,8 @@ Each problem is a sentence with the operands and the remedy; all problems of a k
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
@@ -22,12 +20,13 @@ from rstar2_megatron.extension.user_code import UserCode, UserCodeError, all_use
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.model.tokenizer_files import directory_problems
 from rstar2_megatron.model.weight_files import weight_notes
+from rstar2_megatron.records.checkpoint import complete_checkpoints
 from rstar2_megatron.records.trajectory_files import rollouts_path
 from rstar2_megatron.reward.answer_text import worked_note
 from rstar2_megatron.reward.own import OwnReward
 from rstar2_megatron.rollout.conversation import Conversations
 from rstar2_megatron.rollout.tool_set import tools_of
-from rstar2_megatron.runs.inputs.output_directory import output_problems
+from rstar2_megatron.runs.inputs.output_directory import output_problems, run_directory
 from rstar2_megatron.runs.stopping import condition_problems
 from rstar2_megatron.search.preference.trees import read_trees
 from rstar2_megatron.services.process import is_loopback
@@ -38,7 +37,7 @@ from rstar2_megatron.settings.planning.batch import object_store_problems
 from rstar2_megatron.settings.planning.disk import checkpoint_bytes, disk_needed
 from rstar2_megatron.settings.planning.memory import GB
 from rstar2_megatron.settings.planning.plan import model_of, remedy
-from rstar2_megatron.settings.schema import AlgorithmSettings, DataSettings, Settings
+from rstar2_megatron.settings.schema import AlgorithmSettings, Settings
 from rstar2_megatron.settings.sections.algorithm import KL_ESTIMATORS
 from rstar2_megatron.settings.sections.recipe import BUILT_PREFIXES
 from rstar2_megatron.sft.rows import read_segments
@@ -57,6 +56,8 @@ def check_before_start(
     later: Collection[str] = (),
 ) -> list[str]:
     """Raise ConfigError for the first kind of mistakes found, all of a kind together; return warnings.
+
+    The settings are those of `resolve_tiny`: a name such as tiny:train that is left in them has no builder.
 
     In a dry run, missing files and GPUs are warnings, so that a plan for another machine can be made; what is here must be
     right. `find_gpus` and `free_bytes` ask the machine; tests replace them. `later`: keys of files that an
@@ -100,6 +101,7 @@ def check_before_start(
     _raise(algorithm_code_problems(settings.algorithm))
     _raise(replay_problems(settings.runner.replay_rollouts, settings.runner.max_steps))  # of a run that was here
     _raise_or_warn(list(init_checkpoint_problems(settings)), dry_run, warnings)
+    _raise_or_warn(list(cold_start_problems(settings)), dry_run, warnings)
     wrong, absent = data_problems(settings, later)
     _raise(wrong)
     _raise_or_warn(absent, dry_run, warnings)
@@ -351,15 +353,12 @@ def model_problems(settings: Settings) -> Iterator[str]:
     path = settings.rollout.model.model_path
     if path.startswith(PLACEHOLDER):
         return
-    builder = settings.cold_start.enabled and settings.cold_start.builder
     if path.startswith(BUILT_PREFIXES):
-        if not builder:
-            yield (
-                f"rollout.model.model_path={path} is made by the cold start; set cold_start.enabled=True "
-                "cold_start.builder=tiny, or give a model directory"
-            )
-        return
-    if not Path(path).is_dir():
+        yield (
+            f"rollout.model.model_path={path} is made by the cold start; set cold_start.enabled=True "
+            "cold_start.builder=tiny, or give a model directory"
+        )
+    elif not Path(path).is_dir():
         yield (
             f"rollout.model.model_path={path} is not a directory; give a Hugging Face directory with config.json, "
             "*.safetensors and the tokenizer's files"
@@ -433,6 +432,20 @@ def init_checkpoint_problems(settings: Settings) -> Iterator[str]:
         )
 
 
+def cold_start_problems(settings: Settings) -> Iterator[str]:
+    """Data of the SFT before RL that are not here; a run that resumes needs none of them."""
+    runner, checkpoints = settings.runner, run_directory(settings) / "checkpoints"
+    resumes = complete_checkpoints(checkpoints) if runner.resume_dir == "auto" else runner.resume_dir
+    if runner.task_type != "reasoning" or not settings.cold_start.enabled or resumes:
+        return
+    for phase in settings.cold_start.phases:
+        what = f"cold_start.phases: the data file {phase.data_path} of phase {phase.name}"
+        if phase.data_path.startswith(BUILT_PREFIXES):
+            yield f"{what} is made by the cold start; set cold_start.builder=tiny or give a file"
+        elif not Path(phase.data_path).exists():
+            yield f"{what} does not exist; {_MAKERS['sft']} writes such files"
+
+
 def data_problems(settings: Settings, later: Collection[str] = ()) -> tuple[list[str], list[str]]:
     """(bad rows, too few problems; files that are not given, not on this machine, or made by a stage before)."""
     wrong: list[str] = []
@@ -442,7 +455,9 @@ def data_problems(settings: Settings, later: Collection[str] = ()) -> tuple[list
         if not section.train_data_paths and f"{task}.train_data_paths" not in later:
             absent.append(f"{task}.train_data_paths is empty; {maker} writes such files")
         for path in [*section.train_data_paths, *section.val_data_paths]:
-            if not path.startswith(BUILT_PREFIXES) and not Path(path).is_file():
+            if path.startswith(BUILT_PREFIXES):
+                absent.append(f"{task} data file {path} is made by the cold start; set cold_start.builder=tiny or give files")
+            elif not Path(path).is_file():
                 absent.append(f"{task} data file {path} does not exist; {maker} writes such files")
         return wrong, absent
     data = settings.data
@@ -453,19 +468,12 @@ def data_problems(settings: Settings, later: Collection[str] = ()) -> tuple[list
             f"runner.save_interval={save} is no multiple of runner.val_check_interval={validate}: a checkpoint is kept by its "
             f"held-out score; set it to {max(1, round(save / validate)) * validate}, or to -1 for one after the last step only"
         )
-    own_form = data.rows is not None or (data.prompt_key, data.answer_key) != ("prompt", "solutions")
     for key, paths, least in (
         ("train_data_paths", data.train_data_paths, least_problems),
         ("val_data_paths", data.val_data_paths, 0),
     ):
-        also = ""
-        if own_form and key == "val_data_paths":
-            also = "; data.rows and the names of columns are for held-out files too: give some of this form, or none by []"
         if any(path.startswith(BUILT_PREFIXES) for path in paths):
-            if not (settings.cold_start.enabled and settings.cold_start.builder):
-                absent.append(f"data.{key}={paths} is made by the cold start; set cold_start.builder=tiny or give files")
-            if own_form and (said := _refusal_of_a_tiny_row(paths[0], data)):
-                wrong.append(f"data.{key}: {said}{also}")
+            absent.append(f"data.{key}={paths} is made by the cold start; set cold_start.builder=tiny or give files")
             continue
         if any(path.startswith(PLACEHOLDER) for path in paths):
             continue
@@ -482,6 +490,9 @@ def data_problems(settings: Settings, later: Collection[str] = ()) -> tuple[list
             absent.append(f"data.{key}: {error}")
             continue
         except DataError as error:
+            also = ""
+            if key == "val_data_paths" and (data.rows or (data.prompt_key, data.answer_key) != ("prompt", "solutions")):
+                also = "; data.rows and the names of columns are for held-out files too: give some of this form, or none by []"
             wrong.append(f"data.{key}: {error}{also}")
             continue
         if settings.reward.has_math and (note := worked_note(problems, more_than=0.5)):
@@ -494,24 +505,11 @@ def data_problems(settings: Settings, later: Collection[str] = ()) -> tuple[list
     return wrong, absent
 
 
-def _refusal_of_a_tiny_row(name: str, data: DataSettings) -> str:
-    """Why a row of the problems that the cold start will make cannot be read by these keys, or ""."""
-    row = {"prompt": [{"role": "user", "content": "Compute 1+1."}], "solutions": ["2"], "query_id": "tiny-0", "task": "math"}
-    with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
-        file.write(json.dumps(row) + "\n")
-        file.flush()
-        try:
-            read_problems([file.name], data)
-        except DataError as error:
-            return str(error).replace(file.name, name)
-    return ""
-
-
 def row_problems(settings: Settings) -> Iterator[str]:
     """The first row of `sft` or tree of `preference` that cannot be trained on."""
     is_sft = settings.runner.task_type == "sft"
     section = settings.sft if is_sft else settings.preference
-    paths = [p for p in (*section.train_data_paths, *section.val_data_paths) if not p.startswith(BUILT_PREFIXES)]
+    paths = [*section.train_data_paths, *section.val_data_paths]
     try:
         for _ in read_segments(paths) if is_sft else read_trees(paths):
             pass

@@ -36,7 +36,7 @@ from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt
 from rstar2_megatron.rollout.live_view import export_progress
 from rstar2_megatron.runs.base_run import Stopped, StopSignals
 from rstar2_megatron.runs.cluster_run import ClusterRun
-from rstar2_megatron.runs.cold_start import check_reference, find_cached, run_cold_start
+from rstar2_megatron.runs.cold_start import find_cached, find_reference, run_cold_start
 from rstar2_megatron.runs.stopping import MetricWatch, first_that_holds
 from rstar2_megatron.services.loopback import listening_address
 from rstar2_megatron.services.metrics_server import MetricsServer
@@ -79,7 +79,9 @@ class RLRun(ClusterRun):
         """The whole run."""
         resume = self.begin(self.settings.runner.max_steps)
         if resume:
-            check_reference(self.settings)
+            self.cached_sft = find_reference(self.settings)
+        else:
+            self.cached_sft = find_cached(self.settings) if self.settings.cold_start.enabled else None
         self._start()
         step = 0
         if resume:
@@ -96,7 +98,6 @@ class RLRun(ClusterRun):
         """Start judge, Ray, RLinf, actor, engines and reward workers in parallel."""
         settings, timeout = self.settings, self.settings.rollout.engine_start_timeout_s
         data = settings.data
-        self.cached_sft = find_cached(settings) if settings.cold_start.enabled else None
         model = str(self.cached_sft.model) if self.cached_sft else settings.rollout.model.model_path
         self._say(f"starting {'the Code Judge, ' if settings.agentloop.needs_judge else ''}Ray and RLinf")
         self._closing.append(self.judge.stop)
@@ -180,7 +181,7 @@ class RLRun(ClusterRun):
             result = self.cached_sft or run_cold_start(
                 settings, self.actor, lambda: self.trainer.sync_weights(version=0), self._evaluate if self._evaluates else None
             )
-            if result.reused:
+            if self.cached_sft:
                 self._say(f"SFT: reusing {result.model}")
                 if result.after is None and self._evaluates:
                     result.after = self._evaluate("held-out after SFT").average

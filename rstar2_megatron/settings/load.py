@@ -166,6 +166,10 @@ def _place_files(data: dict[str, Any], folders: Sequence[Path]) -> None:
     for key in _INPUTS:
         if rlinf_keys.get(data, key) is not rlinf_keys.MISSING:
             rlinf_keys.put(data, key, placed(rlinf_keys.get(data, key)))
+    phases = rlinf_keys.get(data, "cold_start.phases")
+    for phase in phases if isinstance(phases, list) else []:
+        if isinstance(phase, dict) and "data_path" in phase:
+            phase["data_path"] = placed(phase["data_path"])
     for key in _OUTPUTS:
         if isinstance(value := rlinf_keys.get(data, key), str) and folders[-1] != Path.cwd():
             rlinf_keys.put(data, key, str(folders[-1] / Path(value).expanduser()))

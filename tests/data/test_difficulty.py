@@ -9,6 +9,7 @@ import pytest
 from rstar2_megatron.data.difficulty import PassCount, difficulty_report, pass_counts, render_report
 from rstar2_megatron.runs.filter_command import main
 from rstar2_megatron.trajectory import Problem
+from tests.runs.inputs.models import write_directory
 
 PROBLEMS = [Problem(name, [{"role": "user", "content": name}], ["1"]) for name in ("easy", "middle", "hard", "spoiled")]
 REWARDS = [*[("easy", 1.0)] * 4, *[("middle", r) for r in (1.0, 0.0, 0.0, 1.0)], *[("hard", 0.0)] * 4, *[("spoiled", 1.0)] * 3]
@@ -46,6 +47,22 @@ def test_report() -> None:
     assert report["problems_by_times_solved"] == {"0": 1, "1": 0, "2": 1, "3": 0, "4": 1}
     assert report["problems_with_spoiled_attempts"] == 1 and report["pass_rate"] == 9 / 15
     assert "4 problems x 4 attempts, pass rate 0.600" in render_report(report)
+
+
+def test_out_may_be_where_one_stands_and_paths_may_have_an_apostrophe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "problems.jsonl").write_text('{"prompt": "1 + 1?", "solutions": ["2"]}\n')
+    monkeypatch.chdir(here)
+    words = ["--out", ".", "--data", "problems.jsonl", "--config", "rstar2-tiny-cpu"]
+    words += ["cold_start.builder=null", "cold_start.enabled=False", "data.val_data_paths=[]"]
+    (tmp_path / ".here.lock").mkdir()  # so that the directory cannot be held
+    assert main(["--model", str(write_directory(here / "model")), *words]) == 2
+    assert f"runner.output_dir={tmp_path} cannot be written" in capsys.readouterr().err
+    assert main(["--model", "Anna's", *words]) == 2
+    assert "rollout.model.model_path=Anna's is not a directory" in capsys.readouterr().err
 
 
 def test_command_line_answers_bad_input_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import os
+import signal
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 
 import psutil
@@ -46,11 +51,11 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "ablation.yaml"
 
 
-def ended(directory: Path, rate: float, words: list[str], steps: int = 4) -> None:
+def ended(directory: Path, rate: float, words: list[str], steps: int = 4, condition: str = "") -> None:
     """A run of `words` as it ends: `rate` is its pass rate."""
     directory.mkdir(parents=True)
     (directory / "config.yaml").write_text(print_config(load("rstar2-tiny-cpu", words).settings))
-    (directory / "finished.json").write_text(json.dumps({"step": steps, "condition": "", "seconds": 1.0}))
+    (directory / "finished.json").write_text(json.dumps({"step": steps, "condition": condition, "seconds": 1.0}))
     rows = [{"step": step, "rollout/pass_rate": rate, "rollout/generated_tokens": 100.0} for step in range(1, steps + 1)]
     (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -74,9 +79,14 @@ def test_the_shipped_arms_differ_in_the_algorithm_alone() -> None:
 
 
 def test_what_is_there_is_drawn_and_only_the_rest_is_run(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the third seed one run is missing; another process holds its name, so that it fails. Two pairs are there."""
+
+    def terminate(pid: int, **grace: float) -> None:
+        raise AssertionError(f"{pid} has ended, and its number may be another process's")
+
+    monkeypatch.setattr("rstar2_megatron.runs.ablation.terminate_tree", terminate)
     root = tmp_path / "three"
     for seed, (plain, roc) in enumerate([(0.2, 0.3), (0.5, 0.65), (0.8, 0.85)]):
         ended(root / f"plain-{seed}", plain, words_of(file, "plain", seed))
@@ -149,6 +159,48 @@ def test_a_plan_says_what_each_run_would_do(file: Path, tmp_path: Path, capsys: 
     assert lines == ["plain, seed 0: finished", "cispo, seed 0: to run", f"plain, seed 1: {continues}", "cispo, seed 1: to run"]
     assert main([*command, "runner.max_steps=6"]) == 0
     assert f"plain, seed 0: {continues}" in capsys.readouterr().out
+
+
+def test_a_run_that_a_condition_ended_continues_without_it(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    condition = "rollout/pass_rate at least 0.4"
+    ended(tmp_path / "three" / "plain-0", 0.5, words_of(file, "plain", 0), steps=2, condition=condition)
+    command = ["--ablate", str(file), "--arms", "plain", "--seeds=0", "--dry-run"]
+    assert main([*command, "runner.stop_when=[{metric: rollout/pass_rate, at_least: 0.4}]"]) == 0
+    assert "plain, seed 0: finished" in capsys.readouterr().out
+    assert main(command) == 0
+    assert "plain, seed 0: continues, if it has a checkpoint" in capsys.readouterr().out
+
+
+RUN = """#!{python}
+import signal, sys, time
+signal.signal(signal.SIGUSR2, lambda *_: sys.exit(140))
+print("runs", flush=True)
+time.sleep(120)
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGTERM, 143), (signal.SIGUSR2, 140)])
+def test_a_run_ends_with_its_ablation(file: Path, tmp_path: Path, number: int, code: int) -> None:
+    """Also where the ablation cannot end it; SIGUSR2 reaches it, and no other run is started."""
+    (tmp_path / "run").write_text(RUN.format(python=sys.executable))
+    (tmp_path / "run").chmod(0o755)
+    program = "import sys; from rstar2_megatron.runs.main import main; arguments = sys.argv[2:]; sys.executable = sys.argv[1]; "
+    command = ["--ablate", str(file), "--arms", "plain,roc", "--seeds=0"]
+    process = subprocess.Popen([sys.executable, "-c", f"{program} sys.exit(main(arguments))", str(tmp_path / "run"), *command])
+    try:
+        log, deadline = tmp_path / "three" / "plain-0.log", time.monotonic() + 60
+        while not (log.is_file() and log.read_text()):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.1)
+        (run,) = psutil.Process(process.pid).children()
+        os.kill(process.pid, number)
+        assert process.wait(30) == code
+        run.wait(10)
+    finally:
+        process.kill()
+    assert [path.name for path in (tmp_path / "three").glob("*.log")] == ["plain-0.log"]
 
 
 @pytest.mark.parametrize(

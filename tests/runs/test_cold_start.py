@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rstar2_megatron.runs.cold_start import cache_dir, check_reference, find_cached
+from rstar2_megatron.runs.base_run import StopSignals
+from rstar2_megatron.runs.cold_start import cache_dir, find_cached, find_reference
 from rstar2_megatron.settings.load import load_settings
 from rstar2_megatron.settings.schema import Settings, SFTPhaseSettings
 
@@ -25,15 +26,15 @@ def settings(tmp_path: Path) -> Settings:
     directory = cache_dir(settings)
     (directory / "model").mkdir(parents=True)
     (directory / "model" / "config.json").write_text("{}")
-    result = {"before": None, "after": 0.5, "seconds": 1.0, "losses": {"format": 0.1}}
+    result = {"before": None, "after": 0.5, "seconds": 1.0, "losses": {"format": 0.1}}  # older results have more than scores
     (directory / "result.json").write_text(json.dumps(result))
     return settings
 
 
 def test_a_resumed_run_finds_its_reference(settings: Settings) -> None:
     found = find_cached(settings)
-    assert found is not None and found.reused and found.after == 0.5
-    check_reference(settings)
+    assert found is not None and found.after == 0.5
+    assert find_reference(settings) == found
 
 
 @pytest.mark.parametrize("gone", ["cache", "model", "data"])
@@ -45,7 +46,7 @@ def test_a_lost_reference_is_an_error_with_its_remedies(settings: Settings, gone
     else:
         shutil.rmtree(directory if gone == "cache" else directory / "model")
     with pytest.raises(ValueError, match=r"kl_beta=0.01 needs the cold start's model as reference") as caught:
-        check_reference(settings)
+        find_reference(settings)
     assert ("sft.jsonl" if gone == "data" else f"{directory} is gone") in str(caught.value)
     assert "set algorithm.kl_beta=0, or start a new run by runner.resume_dir=null" in str(caught.value)
 
@@ -59,4 +60,28 @@ def test_who_needs_no_cold_start_is_not_asked_for_it(settings: Settings, change:
         settings.cold_start.enabled = False
     else:
         settings.runner.init_checkpoint = "/runs/before/checkpoints/global_step_3"
-    check_reference(settings)
+    assert find_reference(settings) is None
+
+
+class Starts(Exception):
+    """The run has found its model and starts its services."""
+
+
+def test_a_run_that_resumes_does_without_the_data_of_its_sft(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rstar2_megatron.runs.rl_run import RLRun  # here, because torch, Ray and RLinf take seconds
+
+    def begin() -> None:
+        raise Starts
+
+    settings.algorithm.kl_beta, settings.runner.output_dir = 0.0, str(tmp_path)
+    (tmp_path / settings.runner.experiment_name / "checkpoints" / "global_step_3").mkdir(parents=True)
+    Path(settings.cold_start.phases[0].data_path).unlink()
+    run = RLRun(settings, StopSignals())
+    monkeypatch.setattr(run.judge, "begin", begin)
+    try:
+        with pytest.raises(Starts):
+            run.train()
+    finally:
+        run.temporary.remove()

@@ -155,6 +155,10 @@ def test_good_settings_pass_without_warnings(model: Path, data: Path) -> None:
         (["rollout.model.model_path=tiny:model"], r"is made by the cold start"),
         (["data.train_data_paths=['tiny:train']"], r"is made by the cold start"),
         (
+            ["runner.task_type=sft", "sft.train_data_paths=['tiny:copy']", "cold_start.builder=null"],
+            r"sft data file tiny:copy is made by the cold start; set cold_start.builder=tiny or give files",
+        ),
+        (
             ["runner.replay_rollouts=/nowhere", "runner.max_steps=3"],
             r"/nowhere has no step_000001.jsonl.gz; .* or set runner.max_steps=0",
         ),
@@ -205,11 +209,6 @@ def test_own_rows_are_for_held_out_files_too(model: Path, data: Path, tmp_path: 
         ConfigError, match=r"in row: KeyError: 'prompt'; data.rows and .* are for held-out files too: give some"
     ):
         check_before_start(tiny(model, data, *words))
-    with pytest.raises(
-        ConfigError, match=r"val_data_paths: tiny:heldout:1: .*KeyError: 'solutions'; data.rows and .* held-out"
-    ):
-        code.write_text("def row(row):\n    return {'prompt': row['prompt'], 'solutions': {}['solutions']}\n")
-        check_before_start(load("rstar2-tiny-cpu", [words[0], f"data.train_data_paths=[{held_out}]"]).settings, dry_run=True)
 
 
 def test_a_dry_run_reads_the_rows_of_sft(model: Path, data: Path, tmp_path: Path) -> None:
@@ -232,6 +231,23 @@ def test_worked_solutions_are_refused(model: Path, data: Path) -> None:
     data.write_text("".join(json.dumps(row | {"solutions": [text]}) + "\n" for row in rows))
     with pytest.raises(ConfigError, match=f"{len(rows)} of {len(rows)} problems have worked solutions, which no answer equals"):
         check_before_start(tiny(model, data))
+
+
+def test_the_data_of_a_cold_start_must_be_here_unless_the_run_resumes(model: Path, data: Path) -> None:
+    phase = "cold_start.phases=[{name: format, data_path: %s, steps: 1, batch_size: 1, lr: 0.1}]"
+    for path, message in (
+        ("/nowhere/sft.jsonl", "the data file /nowhere/sft.jsonl of phase format does not exist; data_process/build_sft_data"),
+        ("tiny:copy", "the data file tiny:copy of phase format is made by the cold start; set cold_start.builder=tiny or give"),
+    ):
+        settings = tiny(model, data, "cold_start.enabled=True", phase % f"'{path}'")
+        with pytest.raises(ConfigError, match=message):
+            check_before_start(settings)
+        (warning,) = check_before_start(settings, dry_run=True)
+        assert message in warning
+    assert check_before_start(tiny(model, data, "cold_start.enabled=True", phase % data)) == []
+    run = Path(settings.runner.output_dir) / settings.runner.experiment_name
+    (run / "checkpoints" / "global_step_3").mkdir(parents=True)
+    assert check_before_start(settings) == []
 
 
 def test_an_empty_data_set(model: Path, data: Path) -> None:
