@@ -75,9 +75,9 @@ def parse_words(parser: argparse.ArgumentParser, argv: Sequence[str] | None, pos
     return arguments
 
 
-def read_graded(paths: Sequence[Path], settings: Settings) -> list[Problem]:
-    """Problems whose answers can be graded. Raises DataError."""
-    problems = read_problems(paths, settings.data)
+def read_graded(paths: Sequence[Path], settings: Settings, limit: int | None = None) -> list[Problem]:
+    """Problems whose answers can be graded. limit: only the first so many of each file. Raises DataError."""
+    problems = read_problems(paths, settings.data, limit=limit)
     if settings.reward.has_math and (note := worked_note(problems, more_than=0.5)):
         raise DataError(note)
     return problems

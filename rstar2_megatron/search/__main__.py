@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             policy = Path(sampling.rollout.model.model_path)
             check_reward_model(Path(search.reward_model), policy, sampling.max_context_tokens)
-        problems = read_graded(arguments.data, settings)[: arguments.problems]
+        problems = read_graded(arguments.data, settings, arguments.problems)
         out = arguments.out or _default_out(arguments.model)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
