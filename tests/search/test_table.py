@@ -98,6 +98,7 @@ def test_paired_differences() -> None:
         (["--data", "missing.jsonl"], "missing.jsonl does not exist"),
         (["--mode", "beam", "search.guide=answers"], "search.guide=scores or answers+scores"),
         (["search.rollout=3"], "search.rollouts"),
+        (["--compare", "search.mode=sampling"], "set search.mode=mcts or beam, or leave --compare out"),
     ],
 )
 def test_bad_input_ends_with_2(
