@@ -21,7 +21,6 @@ from rstar2_megatron.search.solver import SearchProgress, Solver
 from rstar2_megatron.search.traces import best_right, conversation
 from rstar2_megatron.search.tree_file import TreeFile, tree_of
 from rstar2_megatron.search.values import LikelihoodScorer, Scorer, Values
-from rstar2_megatron.services.run_temporary import RunTemporary
 from rstar2_megatron.settings.schema import RolloutSettings
 from rstar2_megatron.settings.sections.search import SearchSettings
 from rstar2_megatron.trajectory import Problem
@@ -115,11 +114,7 @@ class _Session:
             unfinished = ["sampling"] if self._missing("sampling", planned["sampling"]) else []
             compare = False
         if unfinished:
-            temporary = RunTemporary()
-            try:
-                asyncio.run(self._run(planned, search, compare))
-            finally:
-                temporary.remove()
+            asyncio.run(self._run(planned, search, compare))
         return planned, self.spoiled
 
     def _file(self, name: str, settings: SearchSettings) -> TreeFile:
