@@ -53,13 +53,17 @@ _DEFAULT = Columns()
 
 
 def read_problems(
-    paths: Iterable[str | Path], data: DataSettings | Columns = _DEFAULT, say: Callable[[str], None] = lambda line: None
+    paths: Iterable[str | Path],
+    data: DataSettings | Columns = _DEFAULT,
+    say: Callable[[str], None] = lambda line: None,
+    *,
+    limit: int | None = None,
 ) -> list[Problem]:
     """All problems that `paths` name (`rows.data_input`), in order. Raises DataError with file and line or row.
 
     A row without `query_id` gets `{file stem}-{line}`; a `query_id` that occurs twice is an error, because
     it names a group. A file that has not changed is parsed once in a process.
-    data: its keys name the columns. say: gets a line when `data.rows` drops rows.
+    data: its keys name the columns. say: gets a line when `data.rows` drops rows. limit: only the first so many of each path.
     """
     problems: list[Problem] = []
     seen: dict[str, str] = {}
@@ -69,7 +73,7 @@ def read_problems(
     for one, stem in zip(inputs, _stems(inputs)):
         read, dropped = _read(one, stem, _state(one), columns)
         left_out += dropped
-        for where, problem in read:
+        for where, problem in read[:limit]:
             if problem.query_id in seen:
                 raise DataError(
                     f"{where}: query_id {problem.query_id!r} was already used at {seen[problem.query_id]}; make them unique"

@@ -15,7 +15,6 @@ import yaml
 from rstar2_megatron.data.problems import read_problems
 from rstar2_megatron.data.rows import DataError
 from rstar2_megatron.evaluation.model_directory import find_run_config, hugging_face_directory
-from rstar2_megatron.extension.user_code import COPIES
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.model.tokenizer_files import directory_problems
 from rstar2_megatron.model.weight_files import weight_notes
@@ -75,9 +74,9 @@ def parse_words(parser: argparse.ArgumentParser, argv: Sequence[str] | None, pos
     return arguments
 
 
-def read_graded(paths: Sequence[Path], settings: Settings) -> list[Problem]:
-    """Problems whose answers can be graded. Raises DataError."""
-    problems = read_problems(paths, settings.data)
+def read_graded(paths: Sequence[Path], settings: Settings, limit: int | None = None) -> list[Problem]:
+    """Problems whose answers can be graded. limit: only the first so many of each file. Raises DataError."""
+    problems = read_problems(paths, settings.data, limit=limit)
     if settings.reward.has_math and (note := worked_note(problems, more_than=0.5)):
         raise DataError(note)
     return problems
@@ -186,8 +185,7 @@ def _format_beside(model: Path, overrides: Sequence[str]) -> Settings:
         **(saved or {}),
     }
     with tempfile.TemporaryDirectory() as directory:
-        if (copies := model.resolve() / COPIES).is_dir():  # of own tools: `write_format` puts them there
-            (Path(directory) / COPIES).symlink_to(copies)
         path = Path(directory) / "evaluation.yaml"
         path.write_text(yaml.safe_dump(required), encoding="utf-8")
-        return load_settings(str(path), overrides)
+        # `write_format` puts copies of own tools beside the model
+        return load_settings(str(path), overrides, folder=model.resolve())

@@ -27,7 +27,6 @@ from rstar2_megatron.rollout.scheduling.adaptive_budget import make_budget
 from rstar2_megatron.rollout.scheduling.admission_queue import AdmissionQueue
 from rstar2_megatron.rollout.scheduling.work_queue import Slice
 from rstar2_megatron.rollout.trajectory_runner import TrajectoryRunner
-from rstar2_megatron.services.run_temporary import RunTemporary
 from rstar2_megatron.trajectory import Problem, Trajectory
 
 
@@ -49,11 +48,7 @@ def sample(
     found = file.open(problems)
     keys = [(p.query_id, i) for p in problems for i in range(settings.spec.samples)]
     if any(key not in found for key in keys):
-        temporary = RunTemporary()
-        try:
-            asyncio.run(_draw(problems, settings, file, found, label))
-        finally:
-            temporary.remove()
+        asyncio.run(_draw(problems, settings, file, found, label))
     return [found[key] for key in keys if key in found]
 
 

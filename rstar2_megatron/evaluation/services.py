@@ -22,6 +22,7 @@ from rstar2_megatron.rollout.build import make_agent_loop
 from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt
 from rstar2_megatron.rollout.engine.client import EngineClient
 from rstar2_megatron.rollout.spec import RolloutSpec
+from rstar2_megatron.services.run_temporary import RunTemporary
 from rstar2_megatron.settings.schema import AgentLoopSettings, CodeJudgeSettings, RewardSettings, RolloutSettings, Settings
 from rstar2_megatron.trajectory import Problem
 
@@ -119,6 +120,7 @@ async def running_services(settings: SamplingSettings, problems: Sequence[Proble
     _check_prompts(template, problems, settings.max_context_tokens)
     logs.mkdir(parents=True, exist_ok=True)
     async with contextlib.AsyncExitStack() as stack:
+        stack.callback(RunTemporary().remove)  # after the processes that leave files there
         service = CodeJudgeService(settings.codejudge, logs / "judge.log", needed=settings.agentloop.needs_judge)
         stack.callback(service.stop)
         service.begin()

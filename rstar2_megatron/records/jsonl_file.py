@@ -45,31 +45,24 @@ class JsonlFile:
             with self.path.open("r+b") as file:
                 file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
 
-    def truncate_after(self, step: int) -> int:
-        """Drop the rows of steps after `step`, and lines that are no rows. Returns the number of dropped lines.
+    def truncate_after(self, step: int) -> None:
+        """Drop the rows of steps after `step`, and lines that are no rows.
 
         A resumed run calls this with its checkpoint's step, because it writes the later steps again.
         """
         if not self.path.is_file():
-            return 0
-        dropped = 0
+            return
         with self._open() as old, replacing(self.path) as new:
             for line in old:
                 row = _parse(line)
                 if row is not None and _step(row) <= step:
                     new.write(line)
-                else:
-                    dropped += 1
-        return dropped
 
-    def keep_newest(self, max_bytes: int) -> int:
-        """Drop the oldest steps of a file larger than `max_bytes`, down to half of it. The newest step always stays.
-
-        Returns the number of bytes that were dropped.
-        """
+    def keep_newest(self, max_bytes: int) -> None:
+        """Drop the oldest steps of a file larger than `max_bytes`, down to half of it. The newest step always stays."""
         size = self.path.stat().st_size if self.path.is_file() else 0
         if size <= max_bytes:
-            return 0
+            return
         cut = position = 0
         previous: bytes | None = None
         with self.path.open("rb") as file:
@@ -84,7 +77,6 @@ class JsonlFile:
                 file.seek(cut)
                 with replacement(self.path) as partial, partial.open("wb") as new:
                     shutil.copyfileobj(file, new)
-        return cut
 
     def rows(self) -> list[Row]:
         """Rows with a step, oldest first; lines that cannot be read are left out."""

@@ -1,15 +1,15 @@
 """Rows of rollouts.jsonl: lengths, turns and tool times of every trajectory, for the simulator of the scheduler.
 
-One row a trajectory; `trace` holds [generated tokens, tool tokens, tool seconds] of each turn. A row has some dozens of
-bytes.
+One row a trajectory; `trace` holds [generated tokens, tokens of the answer, seconds of the tools] of each turn. A row has some
+dozens of bytes.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from rstar2_megatron.algorithm.filters import turns
 from rstar2_megatron.trajectory import Group, Trajectory
 
 
@@ -29,15 +29,10 @@ def rollout_rows(step: int, groups: Sequence[Group]) -> Iterator[dict[str, Any]]
 
 
 def trace(t: Trajectory) -> list[tuple[int, int, float]]:
-    """(generated tokens, tokens of the tool's response, seconds the tool took) of each assistant turn."""
-    generated = [end - start for start, end in t.spans]
-    edges = [0, *itertools.chain(*t.spans), t.response_tokens]
-    responses = [end - start for start, end in zip(edges[::2], edges[1::2]) if end > start]
-    answered = max(1, len(responses))
-    per_turn = max(1, len(t.tool_calls) // answered)  # calls of one turn run together
-    turns = []
-    for number, tokens in enumerate(generated):
-        calls = t.tool_calls[number * per_turn : (number + 1) * per_turn] if number < len(responses) else []
-        response = responses[number] if number < len(responses) else 0
-        turns.append((tokens, response, round(max((call.seconds for call in calls), default=0.0), 4)))
-    return turns
+    """(generated tokens, tokens of the answer, seconds its tools took) of each assistant turn; no answer follows the last."""
+    begins = [*(start for start, _ in t.spans[1:]), t.response_tokens]  # of what follows the answer
+    rows = []
+    for (start, end), begin, (_, calls) in zip(t.spans, begins, turns(t)):
+        seconds = max((call.seconds for call in calls), default=0.0) if begin > end else 0.0  # calls of one turn run together
+        rows.append((end - start, begin - end, round(seconds, 4)))
+    return rows

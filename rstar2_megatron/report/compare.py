@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -267,9 +268,11 @@ class RunComparison:
                 if steps:
                     shown = ", ".join(map(str, steps[:5])) + (", ..." if len(steps) > 5 else "")
                     notes.append(f"{log.path}: {panel.metric} is NaN or infinite at {len(steps)} steps ({shown}), marked x")
-        ends = {log.label: max(clock(log, "step"), default=0) for log in logs}
-        if len(set(ends.values())) > 1:
-            each = ", ".join(f"{label} {end}" for label, end in ends.items())
+        ends = [max(clock(log, "step"), default=0) for log in logs]
+        if len(set(ends)) > 1:
+            labels = Counter(log.label for log in logs)  # runs in two directories may have one name
+            names = [log.label if labels[log.label] == 1 else str(log.path) for log in logs]
+            each = ", ".join(f"{name} {end}" for name, end in zip(names, ends, strict=True))
             notes.append(
                 f"runs of unequal length ({each} steps): an arm is drawn to the end of its shortest run, and differences are "
                 "at the last step that all have"

@@ -5,7 +5,8 @@
     python -m rstar2_megatron.report.curves --arm grpo=results/a,results/b --arm roc=results/c --metrics reward entropy
 
 RUN and PATH are run directories, directories of runs or log files. Runs are seeds of one arm when --arm says so, or when
-their saved configurations are equal but for the seed. Differences are against the first arm.
+their saved configurations are equal but for the seed. Differences are against the first arm. One run with --metrics, --x,
+--last, --levels or --strict is drawn as a comparison of one arm is.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from rstar2_megatron.report.log_formats import Log
 from rstar2_megatron.report.names import DEFAULT_PANELS, PANELS, panel
 from rstar2_megatron.report.read import read_logs
 from rstar2_megatron.report.table import render_table
+
+_OF_A_COMPARISON = ("metrics", "x", "last", "levels", "strict")  # options without a meaning in curves.png and its table
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -59,7 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if len(arguments.runs) == 1 and not (arguments.verl or arguments.arm):
         directory = Path(arguments.runs[0])
         if (directory / "metrics.jsonl").is_file():
-            return _one_run(directory, arguments.out)
+            if arguments.paired:
+                parser.error("--paired compares runs of equal seeds, and one run is named: name the runs of another arm too")
+            if all(getattr(arguments, name) == parser.get_default(name) for name in _OF_A_COMPARISON):
+                return _one_run(directory, arguments.out)
     try:
         comparison = _compare(arguments)
     except ValueError as error:

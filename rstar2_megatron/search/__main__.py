@@ -43,7 +43,6 @@ from rstar2_megatron.trajectory import Problem
 # `session` loads torch, which takes seconds; --help and bad input are answered without it.
 if TYPE_CHECKING:
     from rstar2_megatron.evaluation.services import SamplingSettings
-    from rstar2_megatron.search.session import Plan
 
 _FLAGS = ("mode", "rollouts", "candidates", "depth")
 
@@ -91,12 +90,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.reward_model is not None:
             searched = searched.model_copy(update={"reward_model": arguments.reward_model})
         search = guided(searched)
+        if arguments.compare and search.mode == "sampling":
+            raise ValueError(
+                "--compare adds attempts of search.mode=sampling to a search by itself: set search.mode=mcts or beam, or leave "
+                "--compare out"
+            )
         if search.reward_model is not None:
             from rstar2_megatron.search.preference.reward_model import check_reward_model  # as `session` below
 
             policy = Path(sampling.rollout.model.model_path)
             check_reward_model(Path(search.reward_model), policy, sampling.max_context_tokens)
-        problems = read_graded(arguments.data, settings)[: arguments.problems]
+        problems = read_graded(arguments.data, settings, arguments.problems)
         out = arguments.out or _default_out(arguments.model)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -122,15 +126,15 @@ def run(problems: Sequence[Problem], sampling: SamplingSettings, search: SearchS
     planned, spoiled = search_problems(problems, sampling, search, out, compare=compare)
     with GraderPool(1, sampling.reward.timeout_s) as grader:
         budget = _read(search.mode, problems, out).tokens if compare else None
-        rows = [result for plan in planned for result in _results(plan, problems, out, grader, budget)]
+        rows = [row for name, one in planned.items() for row in _results(name, one, problems, out, grader, budget)]
     own = sampling.agentloop.environment or sampling.agentloop.loop
-    for plan in planned:
-        if plan.settings.mode == "mcts" and plan.settings.guide != "scores":
+    for name, settings in planned.items():
+        if settings.mode == "mcts" and settings.guide != "scores":
             if own is not None:
                 print(f"no rows for SFT: what {own} answers is in the tokens of the trees alone")
                 continue
-            written = write_conversations(problems, sampling, out / f"{plan.name}.jsonl", out / f"{plan.name}.sft.jsonl")
-            print(f"{written} right solutions for SFT in {out / f'{plan.name}.sft.jsonl'}")
+            written = write_conversations(problems, sampling, out / f"{name}.jsonl", out / f"{name}.sft.jsonl")
+            print(f"{written} right solutions for SFT in {out / f'{name}.sft.jsonl'}")
     text = render(rows, len(problems))
     write_json(
         out / "results.json",
@@ -142,7 +146,7 @@ def run(problems: Sequence[Problem], sampling: SamplingSettings, search: SearchS
     )  # fmt: skip
     write_text(out / "results.txt", text + "\n")
     print(text)
-    print(f"wrote {', '.join(f'{plan.name}.jsonl' for plan in planned)} and results to {out}")
+    print(f"wrote {', '.join(f'{name}.jsonl' for name in planned)} and results to {out}")
     for query_id, reason in spoiled.items():
         print(f"warning: {query_id} is unfinished: {reason}", file=sys.stderr)
     if spoiled:
@@ -156,18 +160,23 @@ def _read(name: str, problems: Sequence[Problem], out: Path, budget: Mapping[str
 
 
 def _results(
-    plan: Plan, problems: Sequence[Problem], out: Path, grader: GraderPool, budget: Mapping[str, int] | None
+    name: str,
+    settings: SearchSettings,
+    problems: Sequence[Problem],
+    out: Path,
+    grader: GraderPool,
+    budget: Mapping[str, int] | None,
 ) -> list[ChoiceScores]:
     """The rows of one search. `budget`: of the asked search, for the attempts that it is compared with."""
-    searched = _read(plan.name, problems, out, budget)
+    searched = _read(name, problems, out, budget)
     if not searched.found:
         return []
-    if plan.name != "greedy":
+    if name != "greedy":
         leaves = [(query_id, leaf.positive) for query_id, found in searched.found.items() for leaf in found]
         counts = pass_counts(problems, leaves)
-        write_jsonl(out / f"{plan.name}.pass_counts.jsonl", (dataclasses.asdict(count) for count in counts))
-    by_answers = plan.settings.guide in ("answers", "answers+scores")
-    return results(plan.name, searched, grader.equal, by_answers=by_answers)
+        write_jsonl(out / f"{name}.pass_counts.jsonl", (dataclasses.asdict(count) for count in counts))
+    by_answers = settings.guide in ("answers", "answers+scores")
+    return results(name, searched, grader.equal, by_answers=by_answers)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from rstar2_megatron.search.solver import SearchProgress, Solver
 from rstar2_megatron.search.traces import best_right, conversation
 from rstar2_megatron.search.tree_file import TreeFile, tree_of
 from rstar2_megatron.search.values import LikelihoodScorer, Scorer, Values
-from rstar2_megatron.services.run_temporary import RunTemporary
 from rstar2_megatron.settings.schema import RolloutSettings
 from rstar2_megatron.settings.sections.search import SearchSettings
 from rstar2_megatron.trajectory import Problem
@@ -31,33 +30,28 @@ _MOST_ATTEMPTS = 256
 _FILL = 2  # candidates under way, in multiples of what an engine runs at once
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """One search of a session. `name` is that of its file."""
-
-    name: str
-    settings: SearchSettings
+Plans = dict[str, SearchSettings]
+"""The searches of a session, by the names of their files, in order."""
 
 
-def plans(search: SearchSettings, *, compare: bool) -> list[Plan]:
+def plans(search: SearchSettings, *, compare: bool) -> Plans:
     """The asked search; with `compare` also a greedy attempt before it and the other search after it.
 
     Independent attempts of equal price follow when the price is known (`equal_attempts`).
     """
-    asked = Plan(search.mode, search)
     if not compare:
-        return [asked]
+        return {search.mode: search}
     greedy = search.model_copy(update={"mode": "sampling", "rollouts": 1, "temperature": 0.0, "top_p": 1.0})
     other = {"mode": "beam" if search.mode == "mcts" else "mcts"}
     if search.guide == "answers":  # which cannot rank the prefixes of a beam
         other["guide"] = "scores"
-    return [Plan("greedy", greedy), asked, Plan(other["mode"], search.model_copy(update=other))]
+    return {"greedy": greedy, search.mode: search, other["mode"]: search.model_copy(update=other)}
 
 
-def equal_attempts(search: SearchSettings, tokens: int, tokens_of_one: int) -> Plan:
+def equal_attempts(search: SearchSettings, tokens: int, tokens_of_one: int) -> SearchSettings:
     """Enough attempts for the tokens of the search, judged by greedy ones; the table counts those that fit (`read_set`)."""
     attempts = min(_MOST_ATTEMPTS, max(2, round(_SPARE * tokens / max(1, tokens_of_one))))
-    return Plan("sampling", search.model_copy(update={"mode": "sampling", "rollouts": attempts}))
+    return search.model_copy(update={"mode": "sampling", "rollouts": attempts})
 
 
 def identity(sampling: SamplingSettings, search: SearchSettings) -> dict[str, Any]:
@@ -69,7 +63,7 @@ def identity(sampling: SamplingSettings, search: SearchSettings) -> dict[str, An
 
 def search_problems(
     problems: Sequence[Problem], sampling: SamplingSettings, search: SearchSettings, out: Path, *, compare: bool
-) -> tuple[list[Plan], dict[str, str]]:
+) -> tuple[Plans, dict[str, str]]:
     """Search every problem that has no finished tree in `out`/NAME.jsonl yet. Returns the plans and spoiled problems.
 
     Raises SamplesError for files of other settings or a broken row, ValueError for problems that do not fit the context,
@@ -113,30 +107,25 @@ class _Session:
         self.problems, self.sampling, self.out = problems, sampling, out
         self.spoiled: dict[str, str] = {}
 
-    def all(self, planned: list[Plan], search: SearchSettings, compare: bool) -> tuple[list[Plan], dict[str, str]]:
-        unfinished = [plan for plan in planned if self._missing(plan)]
+    def all(self, planned: Plans, search: SearchSettings, compare: bool) -> tuple[Plans, dict[str, str]]:
+        unfinished = [name for name, settings in planned.items() if self._missing(name, settings)]
         if compare and not unfinished:
-            last = self._equal(search)
-            planned.append(last)
-            unfinished = [last] if self._missing(last) else []
+            planned["sampling"] = self._equal(search)
+            unfinished = ["sampling"] if self._missing("sampling", planned["sampling"]) else []
             compare = False
         if unfinished:
-            temporary = RunTemporary()
-            try:
-                asyncio.run(self._run(planned, search, compare))
-            finally:
-                temporary.remove()
+            asyncio.run(self._run(planned, search, compare))
         return planned, self.spoiled
 
-    def _file(self, plan: Plan) -> TreeFile:
-        sampling = loop_sampling(self.sampling, plan.settings)
-        return TreeFile(self.out / f"{plan.name}.jsonl", identity(sampling, plan.settings))
+    def _file(self, name: str, settings: SearchSettings) -> TreeFile:
+        sampling = loop_sampling(self.sampling, settings)
+        return TreeFile(self.out / f"{name}.jsonl", identity(sampling, settings))
 
-    def _missing(self, plan: Plan) -> list[Problem]:
-        finished, _ = self._file(plan).open(self.problems)
+    def _missing(self, name: str, settings: SearchSettings) -> list[Problem]:
+        finished, _ = self._file(name, settings).open(self.problems)
         return [problem for problem in self.problems if problem.query_id not in finished]
 
-    def _equal(self, search: SearchSettings) -> Plan:
+    def _equal(self, search: SearchSettings) -> SearchSettings:
         asked, greedy = (self._tokens(name) for name in (search.mode, "greedy"))
         return equal_attempts(search, asked, greedy)
 
@@ -145,7 +134,7 @@ class _Session:
         rows = TreeFile(self.out / f"{name}.jsonl", {}).rows()
         return sum(row["generated_tokens"] for _, row in rows if row["query_id"] in wanted)
 
-    async def _run(self, planned: list[Plan], search: SearchSettings, compare: bool) -> None:
+    async def _run(self, planned: Plans, search: SearchSettings, compare: bool) -> None:
         whole = seeded(self.sampling.rollout)
         reward, share = search.reward_model, search.reward_memory
         beside = whole if reward is None else policy_rollout(whole, share, on_gpu=torch.cuda.is_available())
@@ -154,15 +143,16 @@ class _Session:
             running_services(replace(self.sampling, rollout=beside), self.problems, logs) as services,
             running_scorers(replace(self.sampling, rollout=whole), reward, share, logs) as scorers,
         ):
-            for plan in list(planned):
-                await self._search(plan, services, scorers)
+            for name, settings in planned.items():
+                await self._search(name, settings, services, scorers)
             if compare and not self.spoiled:
-                planned.append(self._equal(search))
-                await self._search(planned[-1], services, scorers)
+                planned["sampling"] = self._equal(search)
+                await self._search("sampling", planned["sampling"], services, scorers)
 
-    async def _search(self, plan: Plan, services: Services, reward_models: Sequence[RewardModelScorer]) -> SearchProgress:
-        settings = plan.settings
-        file = self._file(plan)
+    async def _search(
+        self, name: str, settings: SearchSettings, services: Services, reward_models: Sequence[RewardModelScorer]
+    ) -> None:
+        file = self._file(name, settings)
         finished, recorded = file.open(self.problems)
         sampling = loop_sampling(self.sampling, settings)
         scorers: Sequence[Scorer] = reward_models or [LikelihoodScorer() for _ in services.engines]
@@ -174,7 +164,7 @@ class _Session:
         width = settings.rollouts if settings.mode == "sampling" else width
         trees = settings.trees or max(2, -(-_FILL * sampling.rollout.max_running_requests // width))
         left = [problem for problem in self.problems if problem.query_id not in finished]
-        with tqdm(total=len(self.problems), initial=len(finished), desc=plan.name, unit="problem", disable=None) as bar:
+        with tqdm(total=len(self.problems), initial=len(finished), desc=name, unit="problem", disable=None) as bar:
 
             def show(progress: SearchProgress, ended: bool) -> None:
                 bar.update(int(ended))
@@ -186,8 +176,7 @@ class _Session:
         file.close(complete=not progress.spoiled)
         self.spoiled |= progress.spoiled
         print(
-            f"{plan.name}: {progress.problems} problems, {progress.nodes} nodes, {progress.generated_tokens} generated "
+            f"{name}: {progress.problems} problems, {progress.nodes} nodes, {progress.generated_tokens} generated "
             f"tokens, {progress.tokens_per_s:.0f} tokens/s, {progress.solved} with a right solution",
             flush=True,
         )
-        return progress

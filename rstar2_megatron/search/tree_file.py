@@ -14,7 +14,6 @@ from pydantic import TypeAdapter, ValidationError
 
 from rstar2_megatron.evaluation.samples import SamplesError, check_identity, check_problem, read_rows
 from rstar2_megatron.records.jsonl_file import JsonlFile
-from rstar2_megatron.records.whole_file import replacing
 from rstar2_megatron.search.choose import best_value, solutions
 from rstar2_megatron.search.mcts import MCTS
 from rstar2_megatron.search.step import Step
@@ -112,7 +111,6 @@ class TreeFile:
                     recorded.setdefault(row["query_id"], {})[row["tag"]] = _STEPS.validate_python(row["steps"])
             except (KeyError, ValidationError) as error:
                 raise _broken(self.journal_path, number, error) from None
-        self._shorten_journal(finished)
         return finished, recorded
 
     def _check(self, row: Mapping[str, Any], by_id: Mapping[str, Problem], number: int) -> str:
@@ -141,14 +139,6 @@ class TreeFile:
         """Remove the journal when every search has ended."""
         if complete:
             self.journal_path.unlink(missing_ok=True)
-
-    def _shorten_journal(self, finished: set[str]) -> None:
-        """Drop the expansions of finished trees."""
-        if finished and self.journal_path.exists():
-            with self.journal_path.open(encoding="utf-8") as old, replacing(self.journal_path) as new:
-                for (_, row), line in zip(read_rows(self._journal), old, strict=True):
-                    if row["query_id"] not in finished:
-                        new.write(line)
 
 
 def _broken(path: Path, number: int, error: Exception) -> SamplesError:

@@ -62,25 +62,25 @@ class Loaded:
             print(f"note: {note}", file=sys.stderr)
 
 
-def load_settings(config: str, overrides: Sequence[str] = ()) -> Settings:
+def load_settings(config: str, overrides: Sequence[str] = (), *, folder: Path | None = None) -> Settings:
     """As `load`, with the notes written to standard error."""
-    loaded = load(config, overrides)
+    loaded = load(config, overrides, folder=folder)
     loaded.print_notes()
     return loaded.settings
 
 
-def load(config: str, overrides: Sequence[str] = ()) -> Loaded:
+def load(config: str, overrides: Sequence[str] = (), *, folder: Path | None = None) -> Loaded:
     """Compose `config`, a name in config/ or a path to a YAML, with `key=value` overrides.
 
     A YAML elsewhere can have `defaults: [base, _self_]` too. An override may set any key of the schema,
     written in the YAML or not; `+key=value` means the same. `~key` removes a key of the YAML, so that its default
-    holds. Raises ConfigError.
+    holds. folder: where relative paths count from first, in place of the YAML's own directory. Raises ConfigError.
     """
     directory, name = find_config(config)
     overrides = [_HOME.sub(str(Path.home()), word) for word in overrides]
     data = _compose(directory, name, overrides)
     origins = origins_of(directory, name, overrides, CONFIG_DIR)
-    folders = [directory, users_path(".").resolve()]
+    folders = [folder or directory, users_path(".").resolve()]
     try:
         notes = rlinf_keys.translate(data)
         apply_variant(data, origins)

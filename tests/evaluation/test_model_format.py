@@ -36,6 +36,17 @@ def test_a_model_outside_its_run_has_its_format_beside_it(tmp_path: Path, capsys
         configure(parse(words))
 
 
+def test_a_missing_file_is_named_where_it_was_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(CONFIG))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError) as error:
+        configure(parse(["--model", "model", "--data", "problems.jsonl", "reward.function=mine.py:score"]))
+    places = f"{tmp_path}/model/mine.py or {tmp_path}/mine.py"
+    assert str(error.value) == f"reward.function='mine.py:score': there is no file {places}"
+
+
 def test_own_tools_travel_with_the_model(tmp_path: Path) -> None:
     """Also when their file has changed since, or is on another machine."""
     trained, model, code = tmp_path / "trained", tmp_path / "moved", tmp_path / "mine.py"

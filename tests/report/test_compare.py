@@ -99,6 +99,13 @@ def test_a_run_that_ended_early_does_not_bend_the_mean() -> None:
     assert "a-seed0 3, a-seed1 2 steps" in note
 
 
+def test_runs_of_one_name_are_told_apart_where_their_lengths_differ(tmp_path: Path) -> None:
+    one, two = (write_run(tmp_path / d / "run", rewards) for d, rewards in (("x", [0.1, 0.2, 0.3]), ("y", [0.2, 0.4])))
+    (note,) = RunComparison([Arm("a", [read_log(one), read_log(two)])], REWARD_PANEL).faults
+    assert f"{one} 3, {two} 2 steps" in note
+    assert main(["--arm", f"a={one},{two}", "--out", str(tmp_path / "out"), "--strict"]) == 1
+
+
 def test_smoothing_and_axes() -> None:
     assert smoothed({1: 0.0, 2: 1.0, 5: 2.0}, 2) == {1: 0.0, 2: 0.5, 5: 2.0}
     log = Log(Path("a"), "ours", first_step=0)

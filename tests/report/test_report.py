@@ -67,3 +67,20 @@ def test_curves_of_a_run_and_of_a_short_one(tmp_path: Path, capsys: pytest.Captu
     with pytest.raises(ValueError, match="has no steps to draw"):
         draw_run(empty)
     assert main([str(empty)]) == 1
+
+
+def test_options_of_a_comparison_count_for_one_run_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", [0.2, 0.4, 0.9])
+    assert main([str(run), "--metrics", "entrpy"]) == 1
+    assert "no log has entrpy; --metrics takes" in capsys.readouterr().err
+    assert main([str(run), "--metrics", "reward", "--last", "2", "--x", "trajectories"]) == 1
+    assert "does not log what --x trajectories needs" in capsys.readouterr().err
+    assert main([str(run), "--metrics", "reward", "--last", "2"]) == 0
+    text = (run / "comparison.txt").read_text()
+    assert f"{REWARD}  run  1      1-3    0.650" in text and LENGTH not in text
+    with pytest.raises(SystemExit):
+        main([str(run), "--paired"])
+    assert "--paired compares runs of equal seeds, and one run is named" in capsys.readouterr().err
+    (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text() + json.dumps({"step": 4, REWARD: None}) + "\n")
+    assert main([str(run), "--strict"]) == 1
+    assert f"{REWARD} is NaN or infinite at 1 steps (4)" in capsys.readouterr().err

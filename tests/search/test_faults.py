@@ -48,7 +48,7 @@ def journal(out: Path) -> list[dict]:
 
 
 def expansions(out: Path) -> set[tuple[str, str]]:
-    """Query id and tag of every expanded node; the journal keeps those of unfinished trees only."""
+    """Query id and tag of every expanded node, by the finished trees and the journal."""
     rows = trees(out / "mcts.jsonl").items()
     finished = {(query_id, node["tag"].rpartition(".")[0]) for query_id, nodes in rows for node in nodes[1:]}
     return finished | {(row["query_id"], row["tag"]) for row in journal(out)}

@@ -98,6 +98,7 @@ def test_paired_differences() -> None:
         (["--data", "missing.jsonl"], "missing.jsonl does not exist"),
         (["--mode", "beam", "search.guide=answers"], "search.guide=scores or answers+scores"),
         (["search.rollout=3"], "search.rollouts"),
+        (["--compare", "search.mode=sampling"], "set search.mode=mcts or beam, or leave --compare out"),
     ],
 )
 def test_bad_input_ends_with_2(
@@ -108,6 +109,20 @@ def test_bad_input_ends_with_2(
     assert main(["--model", str(model), "--data", str(data), "--out", str(tmp_path / "out"), *words]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_problems_are_counted_in_each_file(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files have one name, so their problems are named by their directories too."""
+    paths = [tmp_path / name / "data.jsonl" for name in "ab"]
+    for path in paths:
+        path.parent.mkdir()
+        path.write_text((json.dumps({"prompt": "6*7?", "solutions": ["42"]}) + "\n") * 3)
+    searched: list[str] = []
+    monkeypatch.setattr(
+        "rstar2_megatron.search.__main__.run", lambda problems, *_, **__: searched.extend(p.query_id for p in problems)
+    )
+    main(["--model", str(model), "--data", *map(str, paths), "--problems", "2", "--out", str(tmp_path / "out")])
+    assert searched == ["a-data-1", "a-data-2", "b-data-1", "b-data-2"]
 
 
 def test_a_problem_without_an_answer_cannot_be_guided_by_answers(

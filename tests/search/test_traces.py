@@ -13,7 +13,6 @@ from rstar2_megatron.reward.rewards import Rewards
 from rstar2_megatron.search.__main__ import run
 from rstar2_megatron.search.expand import Expander
 from rstar2_megatron.search.mcts import MCTS
-from rstar2_megatron.search.session import Plan
 from rstar2_megatron.search.step import Step
 from rstar2_megatron.search.traces import best_right, conversation
 from rstar2_megatron.search.tree import Node
@@ -70,7 +69,7 @@ def test_no_rows_are_written_where_an_environment_answers(
     write_trees(tmp_path / "mcts.jsonl", tokenizer)
     problems = [Problem(f"q{i}", [{"role": "user", "content": PROMPT}], ["17"]) for i in range(4)]
     searching = SearchSettings(guide="answers")
-    done = lambda *_, **__: ([Plan("mcts", searching)], {})  # noqa: E731
+    done = lambda *_, **__: ({"mcts": searching}, {})  # noqa: E731
     monkeypatch.setattr("rstar2_megatron.search.session.search_problems", done)
     assert run(problems, sampling, searching, tmp_path, compare=False) == 0
     assert (tmp_path / "mcts.sft.jsonl").exists() is not own

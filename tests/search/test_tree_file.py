@@ -62,7 +62,6 @@ def test_a_killed_search_goes_on_from_its_journal(tmp_path: Path) -> None:
     again.open([PROBLEM])
     again.finish(tree_row(PROBLEM, search(), "mcts", 1.0))
     assert TreeFile(path, {"seed": 1}).open([PROBLEM]) == ({"q"}, {})
-    assert again.journal_path.read_text() == ""
     again.close(complete=True)
     assert not again.journal_path.exists()
 

@@ -16,7 +16,7 @@ from benchmarks.rollout.scheduler import floor_s, gpu_cluster
 from benchmarks.rollout.simulator import Cluster, Simulator, make_budgets
 from benchmarks.rollout.traces import STAGE_8K, Shape, Trace, Turn, recorded, synthetic
 from rstar2_megatron.records.jsonl_file import JsonlFile
-from rstar2_megatron.records.rollout_log import rollout_rows
+from rstar2_megatron.records.rollout_log import rollout_rows, trace
 from rstar2_megatron.rollout.scheduling.adaptive_budget import POLICIES
 from rstar2_megatron.settings.planning.estimates import EngineSpeed
 from rstar2_megatron.trajectory import FinishReason, Group, Problem, ToolCall, ToolOutcome, Trajectory
@@ -113,10 +113,19 @@ def test_waits_are_told_by_the_length_of_the_prompt() -> None:
     assert waits[3] - waits[2] == pytest.approx(50 * 0.01, rel=0.1)
 
 
+def test_a_recorded_turn_has_the_seconds_of_its_own_calls() -> None:
+    """Two calls, none (an environment answers), one, and one whose response found no room."""
+    calls = [ToolCall("python", {}, ToolOutcome.OK, "", seconds) for seconds in (0.5, 0.75, 0.25, 2.0)]
+    mask = [1, 1, 0, 1, 0, 0, 1, 0, 1]
+    texts, counts = ["two calls", "a guess", "a call", "a call"], [2, 0, 1, 1]
+    t = Trajectory("q", 0, [1], [5] * 9, mask, assistant_texts=texts, tool_calls=calls, calls_per_turn=counts)
+    assert trace(t) == [(2, 1, 0.75), (1, 2, 0.0), (1, 1, 0.25), (1, 0, 0.0)]
+
+
 def test_recorded_rollouts_come_back_as_traces(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
     call = ToolCall("python", {}, ToolOutcome.OK, "", seconds=0.25)
-    done = Trajectory("q", 3, [1, 2], [5] * 6, [1, 1, 0, 0, 0, 1], tool_calls=[call])
+    done = Trajectory("q", 3, [1, 2], [5] * 6, [1, 1, 0, 0, 0, 1], assistant_texts=["call", "so"], tool_calls=[call])
     done.finish_reason = FinishReason.ANSWERED
     lost = Trajectory("q", 4, [1, 2], finish_reason=FinishReason.INFRASTRUCTURE)
     JsonlFile(path).append(*rollout_rows(7, [Group(Problem("q", [], []), [done, lost])]))
