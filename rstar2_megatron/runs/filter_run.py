@@ -7,6 +7,7 @@ training: algorithm.sampling_params and agentloop.max_assistant_turns. After a s
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -24,7 +25,7 @@ from rstar2_megatron.records.whole_file import write_json, write_jsonl
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.runs.base_run import BaseRun, Stopped
-from rstar2_megatron.settings.placement import slots_of, visible_gpus
+from rstar2_megatron.settings.placement import component_slots, slots_of, visible_gpus
 from rstar2_megatron.settings.schema import DataSettings, DifficultyFilterSettings, Settings
 from rstar2_megatron.trajectory import Problem
 
@@ -34,6 +35,8 @@ class SamplingRun(BaseRun):
 
     def train(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
+        if gpus := rollout_gpus(self.settings):
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))  # of the engines, which count from the first
         self.signals.restore()  # see `evaluation.services.running_services`
         try:
             self.work()
@@ -97,8 +100,15 @@ def short_problems(settings: Settings, limit: int) -> list[Problem]:
 
 
 def num_engines(settings: Settings) -> int:
-    """Engines of this node's GPUs; one without GPU."""
-    gpus, memory = visible_gpus()
-    if slots_of(settings.cluster, (gpus, memory)).is_cpu:
-        return 1
-    return max(1, gpus // settings.rollout.tensor_parallel_size)
+    """Engines on `rollout_gpus`; one without GPU."""
+    return max(1, len(rollout_gpus(settings)) // settings.rollout.tensor_parallel_size)
+
+
+def rollout_gpus(settings: Settings) -> list[int]:
+    """This node's GPUs that cluster.component_placement gives the rollout, or all; empty with CPU slots or without GPUs."""
+    found = visible_gpus()
+    slots = slots_of(settings.cluster, found)
+    if slots.is_cpu:
+        return []
+    here = range(found[0])
+    return [slot for slot in component_slots(settings.cluster, slots.count).get("rollout", here) if slot in here] or list(here)
