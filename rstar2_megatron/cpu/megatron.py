@@ -18,8 +18,6 @@ import torch
 # megatron-core is imported inside functions, because `install` must run before any import of it.
 
 _FACTORIES = ("tensor", "zeros", "ones", "empty_like")
-_installed = False
-_adam_repaired = False
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -36,14 +34,11 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     return wrapped
 
 
-def install() -> bool:
-    """Install the stand-ins, once per process, before a model is built. Returns False when CUDA is available."""
-    global _installed
+@functools.cache
+def install() -> None:
+    """Install the stand-ins, once per process, before a model is built."""
     if torch.cuda.is_available():
-        return False
-    if _installed:
-        return True
-    _installed = True
+        return
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # its compiled CPU kernels need a C++ compiler
     # torch's CUDA build warns, in each rank, of a toolkit without a GPU (nccl_allocator.py:11 imports it).
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
@@ -63,7 +58,6 @@ def install() -> bool:
     _answer_cuda_type_names()
     _track_cpu_generator()
     _dispatch_on_host()
-    return True
 
 
 def _answer_cuda_type_names() -> None:
@@ -127,6 +121,7 @@ def repair_router_without_engine() -> None:
         moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
 
 
+@functools.cache
 def repair_torch_adam_checkpoints() -> None:
     """Make the distributed optimizer save and load torch's AdamW correctly (no-op with TransformerEngine).
 
@@ -135,12 +130,10 @@ def repair_torch_adam_checkpoints() -> None:
     tensors (:905). After a load all parameters share one step tensor (:820-825), which advances once per parameter, so
     training silently diverges.
     """
-    global _adam_repaired
     from megatron.core.optimizer import distrib_optimizer
 
-    if _adam_repaired or distrib_optimizer.HAVE_APEX_OR_TE:
+    if distrib_optimizer.HAVE_APEX_OR_TE:
         return
-    _adam_repaired = True
     optimizer_class: Any = distrib_optimizer.DistributedOptimizer
     set_states = optimizer_class._set_main_param_and_optimizer_states
     load_state_dict = optimizer_class.load_state_dict

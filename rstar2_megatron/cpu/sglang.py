@@ -7,6 +7,7 @@ changed. Every process calls `install()` before it imports sglang.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -21,15 +22,13 @@ import torch
 
 EXTERNAL_MODELS = "rstar2_megatron.cpu.sgl_models"
 _libraries: list[torch.library.Library] = []  # kept alive: a collected Library takes its operators with it
-_installed = False
 
 
+@functools.cache
 def install() -> None:
     """Install the stand-ins once per process."""
-    global _installed
-    if _installed or torch.cuda.is_available():
+    if torch.cuda.is_available():
         return
-    _installed = True
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     # Otherwise SGLang imports all its model files (10 s), as it still does for other architectures.
     os.environ.setdefault("SGLANG_EXTERNAL_MODEL_PACKAGE", EXTERNAL_MODELS)

@@ -17,7 +17,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -69,34 +69,16 @@ _FORMAT = {
 }
 
 
-@dataclass(frozen=True, slots=True)
 class TinyPaths:
     """Paths of the parts under `root`."""
 
-    root: Path
-
-    @property
-    def model(self) -> Path:
-        """Hugging Face directory: config.json, model.safetensors and the tokenizer's files."""
-        return self.root / "model"
-
-    @property
-    def train(self) -> Path:
-        return self.root / "data" / "train.jsonl"
-
-    @property
-    def heldout(self) -> Path:
-        return self.root / "data" / "heldout.jsonl"
-
-    @property
-    def copy(self) -> Path:
-        """First SFT phase; rows in the order of training."""
-        return self.root / "sft" / "copy.jsonl"
-
-    @property
-    def conversations(self) -> Path:
-        """Second SFT phase."""
-        return self.root / "sft" / "conversations.jsonl"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.model = root / "model"  # Hugging Face directory: config.json, model.safetensors and the tokenizer's files
+        self.train = root / "data" / "train.jsonl"
+        self.heldout = root / "data" / "heldout.jsonl"
+        self.copy = root / "sft" / "copy.jsonl"  # first SFT phase; rows in the order of training
+        self.conversations = root / "sft" / "conversations.jsonl"  # second SFT phase
 
 
 def build_tiny(
