@@ -11,37 +11,42 @@ from rstar2_megatron.cluster.phases.coordinator import Refill, RolloutCoordinato
 from rstar2_megatron.data.loader import ProblemLoader
 from rstar2_megatron.records.trajectory_files import read_groups, rollouts_path
 from rstar2_megatron.rollout.losses import check_dropped
-from rstar2_megatron.rollout.phase import Unfinished, problems_to_refill
+from rstar2_megatron.rollout.phase import problems_to_refill
 from rstar2_megatron.rollout.spec import RolloutSpec
-from rstar2_megatron.rollout.stats import combine
 from rstar2_megatron.settings.schema import Settings
-from rstar2_megatron.training.metrics import staleness_metrics
-from rstar2_megatron.trajectory import Group, Problem, Trajectory
+from rstar2_megatron.trajectory import Group, Problem
 
 # whether resampling rejects a group
 IsRejected = Callable[[Group], bool]
 
 
 class GroupSource(Protocol):
-    """The graded groups of the steps, in order. Between two steps it may hold what was rolled out and not trained on."""
+    """The graded groups of the steps, in order. Between two steps it may hold what was rolled out and not trained on.
+
+    A source that inherits from it need not define the methods that only return here.
+    """
 
     def next(self, step: int, loader: ProblemLoader) -> list[Group]:
         """The groups of training step `step`, rejected ones included. Raises TooManyDropped, and what ends a rollout."""
 
     def engines_lost(self) -> None:
         """`next` has raised EnginesLost, and is called again when engines run. Nothing of the step is lost."""
+        return
 
-    def stats(self, kept: Sequence[Trajectory], step: int, seconds: dict[str, float]) -> dict[str, float]:
+    def stats(self, seconds: dict[str, float]) -> dict[str, float]:
         """Counters of the rollout of this step. `seconds`: the laps of its `trainer.Clock`."""
 
     def before_sync(self) -> None:
         """The actor's weights are about to go to the engines."""
+        return
 
     def new_weights(self, version: int) -> None:
         """Every engine generates with weights `version` now."""
+        return
 
     def pause(self) -> None:
         """Let the engines end what they do, before anything but a step uses them."""
+        return
 
     def state(self) -> dict[str, Any]:
         """The part of a checkpoint that holds what was rolled out and not trained on."""
@@ -51,21 +56,23 @@ class GroupSource(Protocol):
 
     def close(self) -> None:
         """End what the source itself has started. The engines are left as they are."""
+        return
 
 
 def make_source(settings: Settings, coordinator: RolloutCoordinator, rejected: IsRejected) -> GroupSource:
     """By `algorithm.max_staleness`."""
-    kind = AsynchronousSource if settings.algorithm.max_staleness else SynchronousSource
-    return kind(settings, coordinator, rejected)
+    if settings.algorithm.max_staleness:
+        return ContinuousRollout(coordinator.end, coordinator.tokens, settings, rejected)
+    return SynchronousSource(settings, coordinator, rejected)
 
 
-class SynchronousSource:
+class SynchronousSource(GroupSource):
     """Step and rollout take turns: a step rolls out its own problems, with the weights that it trains."""
 
     def __init__(self, settings: Settings, coordinator: RolloutCoordinator, rejected: IsRejected) -> None:
         self._settings, self._coordinator, self._rejected = settings, coordinator, rejected
         self._stats: dict[str, float] = {}
-        self._problems: list[Problem] = []  # of a step whose engines were lost
+        self._problems: list[Problem] = []  # of a step whose engines were lost, which begins again
 
     def next(self, step: int, loader: ProblemLoader) -> list[Group]:
         """Rolls out the loader's next problems, or reads what another run saved for this step."""
@@ -99,20 +106,8 @@ class SynchronousSource:
 
         return refill
 
-    def engines_lost(self) -> None:
-        """The step begins again, with the same problems."""
-
-    def stats(self, kept: Sequence[Trajectory], step: int, seconds: dict[str, float]) -> dict[str, float]:
+    def stats(self, seconds: dict[str, float]) -> dict[str, float]:
         return self._stats
-
-    def before_sync(self) -> None:
-        """Nothing is under way."""
-
-    def new_weights(self, version: int) -> None:
-        """The next step rolls out with them."""
-
-    def pause(self) -> None:
-        """Nothing is under way between two steps."""
 
     def state(self) -> dict[str, Any]:
         return {"carried": self._coordinator.carried}
@@ -126,55 +121,3 @@ class SynchronousSource:
                 "algorithm.max_staleness=1 or more, or from a checkpoint of a run without it"
             )
         self._coordinator.restore(state.get("carried", []))
-
-    def close(self) -> None:
-        """A step ends what it starts."""
-
-
-class AsynchronousSource:
-    """The engines go on while the actor trains, and a step takes the next batch of their buffer.
-
-    Tokens may be `algorithm.max_staleness` weight versions older than the weights that they train. Generation is interrupted
-    at a token by a weight sync, and goes on with the new weights.
-    """
-
-    def __init__(self, settings: Settings, coordinator: RolloutCoordinator, rejected: IsRejected) -> None:
-        self._max_staleness = settings.algorithm.max_staleness
-        self.rollout = ContinuousRollout(coordinator.end, coordinator.tokens, settings, rejected)
-
-    def next(self, step: int, loader: ProblemLoader) -> list[Group]:
-        self.rollout.start(loader)
-        return self.rollout.take()
-
-    def engines_lost(self) -> None:
-        self.rollout.give_up_phase()
-
-    def stats(self, kept: Sequence[Trajectory], step: int, seconds: dict[str, float]) -> dict[str, float]:
-        engines, driver = self.rollout.stats()
-        counted = combine(engines, seconds["step"]) if engines else {}
-        return {
-            **counted,
-            **driver,
-            "trainer_idle_seconds": seconds["rollout"],
-            "engine_idle_seconds": counted.get("idle_share", 0.0) * len(engines) * seconds["step"],
-            **staleness_metrics(kept, step - 1, self._max_staleness),
-        }
-
-    def before_sync(self) -> None:
-        if self.rollout.engines_gone:
-            self.rollout.pause()  # the next phase begins with every engine that runs
-
-    def new_weights(self, version: int) -> None:
-        self.rollout.new_weights(version)
-
-    def pause(self) -> None:
-        self.rollout.pause()
-
-    def state(self) -> dict[str, Any]:
-        return {"unfinished": self.rollout.state()}
-
-    def restore(self, state: dict[str, Any], version: int) -> None:
-        self.rollout.restore(state.get("unfinished") or Unfinished(open=state.get("carried", [])), version)
-
-    def close(self) -> None:
-        self.rollout.close()

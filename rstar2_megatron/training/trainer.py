@@ -27,6 +27,7 @@ from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.training import gates
 from rstar2_megatron.training.colocation import Colocation
 from rstar2_megatron.training.group_source import make_source
+from rstar2_megatron.training.metrics import staleness_metrics
 from rstar2_megatron.training.weight_sync import WeightSync
 from rstar2_megatron.trajectory import Group, Trajectory
 from rstar2_megatron.weights.route import RouteKind
@@ -108,7 +109,11 @@ class Trainer:
         actor_metrics.update(self.sync_weights(version=step))
         clock.lap("sync_weights")
         seconds = clock.laps()
-        stats = {**self.source.stats(kept, step, seconds), **trajectory_age(groups, version=step - 1)}
+        stats = {
+            **self.source.stats(seconds),
+            **(staleness_metrics(kept, step - 1, bound) if bound else {}),
+            **trajectory_age(groups, version=step - 1),
+        }
         return StepResult(step, groups, resampled, actor_metrics, stats, seconds, shown)
 
     def next_groups(self, step: int, loader: ProblemLoader) -> list[Group]:

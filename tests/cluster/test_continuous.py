@@ -24,6 +24,7 @@ from tests.cluster.played_engines import PlayedEngines, driver_end
 
 BATCH, SIZE = 2, 3
 REJECTED = 4  # every fourth problem
+SECONDS = {"step": 4.0, "rollout": 1.0}
 
 
 class Loader:
@@ -60,8 +61,7 @@ def steps(
 ) -> Iterator[tuple[int, list[Group]]]:
     """Train steps first .. last. What the trainer does beside the engines is left out."""
     for step in range(first, last + 1):
-        run.start(loader)
-        groups = run.take()
+        groups = run.next(step, loader)
         kept = [g for g in groups if g.usable and int(g.problem.query_id) % REJECTED]
         assert len(kept) == BATCH
         for t in (t for g in kept for t in g.trajectories):
@@ -101,9 +101,10 @@ def test_every_batch_is_full_and_every_problem_trained_once(settings: Settings, 
         assert all(len(g.trajectories) == SIZE for g in groups)
         if step % 3 == 0:
             run.pause()
-        by_engine, driver = run.stats()
-        counted += sum(one["generated_tokens"] for one in by_engine)
-        assert driver["dropped_stale"] == 0 and driver["buffer_groups"] <= (bound + 1) * BATCH
+        stats = run.stats(SECONDS)
+        counted += stats["generated_tokens"]
+        assert stats["dropped_stale"] == 0 and stats["buffer_groups"] <= (bound + 1) * BATCH
+        assert stats["trainer_idle_seconds"] == 1.0 and 0 <= stats["engine_idle_seconds"] <= 2 * 4.0
     run.close()
     assert sorted(seen) == list(range(loader.taken))
     assert counted >= SIZE * len(seen)  # a parked trajectory is sent twice
@@ -127,7 +128,7 @@ def test_what_a_worker_held_that_died_before_a_pause_is_rolled_out_again(setting
             if known:
                 engines.lose(first.worker, "it died")
             run.pause()
-            assert run.stats()[1]["workers_lost"] == 1
+            assert run.stats(SECONDS)["workers_lost"] == 1
 
 
 def test_no_batch_holds_tokens_of_a_worker_whose_death_is_known(settings: Settings) -> None:
@@ -179,7 +180,7 @@ def test_a_resumed_run_goes_on_with_what_was_not_trained_on(settings: Settings) 
         if step <= 3:
             seen += ids(groups)
         if step == 3:
-            saved, position = copy.deepcopy(run.state()), loader.taken
+            saved, position = copy.deepcopy(run.state())["unfinished"], loader.taken
     run.close()
     assert saved is not None and saved.complete + saved.open
     half = [t for group in saved.open for t in group.parked.values()]
@@ -189,7 +190,7 @@ def test_a_resumed_run_goes_on_with_what_was_not_trained_on(settings: Settings) 
     more.taken, again.version = position, 3
     settings.runner.max_steps = 9
     resumed = rollout(settings, again)
-    resumed.restore(saved, version=3)
+    resumed.restore({"unfinished": saved}, version=3)
     for _, groups in steps(resumed, again, more, 4, 9, 1):
         seen += ids(groups)
         for t in (t for g in groups for t in g.trajectories):
@@ -211,11 +212,11 @@ def test_what_a_smaller_bound_forbids_is_dropped_counted_and_rolled_out_again(se
     engines, loader = PlayedEngines(shuffled=False), Loader()
     loader.taken, engines.version = 3, 5
     run = rollout(settings, engines)
-    run.restore(Unfinished(open=[half], complete=[old]), version=5)
+    run.restore({"unfinished": Unfinished(open=[half], complete=[old])}, version=5)
     ((_, groups),) = steps(run, engines, loader, 6, 6, 1)
-    _, driver = run.stats()
+    stats = run.stats(SECONDS)
     run.close()
-    assert driver["dropped_stale"] == SIZE + 1 and half.ended[1].version_spans == [VersionSpan(0, 1, 4)]
+    assert stats["dropped_stale"] == SIZE + 1 and half.ended[1].version_spans == [VersionSpan(0, 1, 4)]
     assert {1, 2} <= set(ids(groups))
 
 
@@ -233,9 +234,8 @@ def test_a_judge_that_stays_away_ends_the_wait(settings: Settings) -> None:
     engines = PlayedEngines(shuffled=True)
     engines.away = itertools.repeat(True)
     run = rollout(settings, engines)
-    run.start(Loader())  # type: ignore[arg-type]
     with pytest.raises(TooManyDropped, match=r"of the step's 6 trajectories were lost .* of them: no judge"):
-        run.take()
+        run.next(1, Loader())  # type: ignore[arg-type]
     run.close()
 
 
@@ -258,7 +258,6 @@ def test_a_failure_in_the_thread_ends_the_wait(settings: Settings) -> None:
         raise RuntimeError("the channel is gone")
 
     run._end.inbox = SimpleNamespace(poll=fail)  # type: ignore[assignment]
-    run.start(Loader())  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="the channel is gone"):
-        run.take()
+        run.next(1, Loader())  # type: ignore[arg-type]
     run.close()

@@ -17,6 +17,7 @@ from rlinf.scheduler import Channel
 from rstar2_megatron.cluster.calls import EnginesLost, WorkerGroup
 from rstar2_megatron.cluster.channel import unpack
 from rstar2_megatron.cluster.launch import TrainingCluster
+from rstar2_megatron.cluster.phases.continuous import ContinuousRollout
 from rstar2_megatron.cluster.phases.coordinator import PhaseResult, RolloutCoordinator
 from rstar2_megatron.cluster.phases.server import DriverEnd, PhaseServer
 from rstar2_megatron.cluster.reward_worker import RewardWorker
@@ -24,7 +25,6 @@ from rstar2_megatron.cluster.rollout_group import RolloutGroup
 from rstar2_megatron.rollout.messages import EngineGone, WorkRequest
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.settings.schema import Settings
-from rstar2_megatron.training.group_source import AsynchronousSource
 from rstar2_megatron.training.trainer import Trainer
 from rstar2_megatron.trajectory import Problem
 from tests.cluster.conftest import CALL_S, Launch, for_sync, sync_in_turn
@@ -224,7 +224,7 @@ def test_rollouts_that_go_on_outlive_a_killed_worker(
     restarts = engines.restarts.total()
     seen: list[str] = []
     trainer = Trainer(settings, senders, engines, phases, device="cpu", colocated=False)
-    assert isinstance(trainer.source, AsynchronousSource)
+    assert isinstance(trainer.source, ContinuousRollout)
     try:
         senders.call("use_model", str(model), 1.25, timeout_s=CALL_S)
         trainer.sync_weights(0)

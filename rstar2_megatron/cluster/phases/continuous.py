@@ -1,7 +1,8 @@
 """Rolls out while the actor trains: one phase that goes on from step to step, and the buffer of its complete groups.
 
 A thread of the driver serves the engines, so that they never wait for the step. The phase is parked for a checkpoint, for an
-evaluation, and to take in a restarted engine; then it goes on from the same tokens.
+evaluation, and to take in a restarted engine; then it goes on from the same tokens. A weight sync interrupts generation at a
+token, and it goes on with the new weights.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from rstar2_megatron.cluster.calls import DeadlineExceeded, EnginesLost, WorkerLost
 from rstar2_megatron.cluster.phases.server import DriverEnd, PhaseEvents, PhaseServer
@@ -22,7 +24,7 @@ from rstar2_megatron.rollout.phase import RolloutPhase, Unfinished
 from rstar2_megatron.rollout.scheduling.staleness import StalenessSchedule
 from rstar2_megatron.rollout.scheduling.work_queue import Slice, WorkQueue
 from rstar2_megatron.rollout.spec import RolloutSpec
-from rstar2_megatron.rollout.stats import StatsByStep
+from rstar2_megatron.rollout.stats import StatsByStep, combine
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.trajectory import Group, Problem, Trajectory, oldest_version
 
@@ -32,9 +34,10 @@ _JOIN_S = 30.0  # the thread may be in a call of Ray
 
 
 class ContinuousRollout(PhaseEvents):
-    """Rollouts of a run with `algorithm.max_staleness`. Every public method belongs to the driver's main thread.
+    """Source of the groups of a run with `algorithm.max_staleness`: a step takes the next batch of the buffer.
 
-    `rejected` says of a complete group whether resampling rejects it; another problem then takes its place.
+    Tokens may be that many weight versions older than the weights that they train. Every public method belongs to the driver's
+    main thread. `rejected` says of a complete group whether resampling rejects it; another problem then takes its place.
     """
 
     def __init__(self, end: DriverEnd, tokens: TokenSource, settings: Settings, rejected: Callable[[Group], bool]) -> None:
@@ -67,10 +70,8 @@ class ContinuousRollout(PhaseEvents):
 
     # ------------------------------------------------------------------------------------------- steps
 
-    def start(self, loader: ProblemLoader) -> None:
-        """Roll out the loader's problems from now on. Does nothing while that is under way."""
-        if self._server is not None:
-            return
+    def _start(self, loader: ProblemLoader) -> None:
+        """Roll out the loader's problems from now on."""
         self._loader = loader
         rollout = self._settings.rollout
         self._end.phases += 1
@@ -88,12 +89,15 @@ class ContinuousRollout(PhaseEvents):
         self._thread = threading.Thread(target=self._serve, name="rollout", daemon=True)
         self._thread.start()
 
-    def take(self) -> list[Group]:
+    def next(self, step: int, loader: ProblemLoader) -> list[Group]:
         """Wait for the next batch; returns its groups behind the groups rejected since the last batch.
 
-        Raises DeadlineExceeded after `runner.step_timeout_s`, the failures of `PhaseServer.take_in`, DataError when the
-        problems are used up, and TooManyDropped for a batch that is spoiled or when nothing but spoiled groups arrives.
+        Begins to roll out the loader's problems, unless that is under way. Raises DeadlineExceeded after
+        `runner.step_timeout_s`, the failures of `PhaseServer.take_in`, DataError when the problems are used up, and
+        TooManyDropped for a batch that is spoiled or when nothing but spoiled groups arrives.
         """
+        if self._server is None:
+            self._start(loader)
         deadline = time.monotonic() + self._timeout_s
         with self._changed:
             while True:
@@ -129,8 +133,8 @@ class ContinuousRollout(PhaseEvents):
             self.schedule.new_weights(version)
             self._admit()
 
-    def stats(self) -> tuple[list[dict[str, float]], dict[str, float]]:
-        """What the step counted: counters of each engine, and those of the driver."""
+    def stats(self, seconds: dict[str, float]) -> dict[str, float]:
+        """Counters of the engines, and those of the driver, since the last call."""
         sums: dict[int, dict[str, float]] = {}
         if self._server is not None:
             call = self._end.engines.start("counters")
@@ -144,17 +148,28 @@ class ContinuousRollout(PhaseEvents):
                 "dropped_stale": float(dropped),
                 **(self._losses if self._server is None else self._server.losses()),
             }
-        return self._by_step.step_ended(sums), driver
+        engines = self._by_step.step_ended(sums)
+        counted = combine(engines, seconds["step"]) if engines else {}
+        return {
+            **counted,
+            **driver,
+            "trainer_idle_seconds": seconds["rollout"],
+            "engine_idle_seconds": counted.get("idle_share", 0.0) * len(engines) * seconds["step"],
+        }
 
     @property
     def engines_gone(self) -> bool:
-        """Whether an engine takes no more part until the next `pause` and `start`."""
+        """Whether an engine takes no more part until the next `pause`."""
         return self._server is not None and self._server.engines_gone
 
     # ------------------------------------------------------------------------------------ interruptions
 
+    def before_sync(self) -> None:
+        if self.engines_gone:
+            self.pause()  # the next phase begins with every engine that runs
+
     def pause(self) -> None:
-        """Park everything, after running tool calls, and bring all tokens here. `start` goes on.
+        """Park everything, after running tool calls, and bring all tokens here. `next` goes on.
 
         When the last engine is lost, what it had is rolled out again: the next sync starts it, or ends the run.
         """
@@ -168,12 +183,12 @@ class ContinuousRollout(PhaseEvents):
                 self._by_step.phase_ended(server.end(cut=False, timeout_s=self._timeout_s))
                 self._fetch_tokens(server)
         except EnginesLost:
-            self.give_up_phase()
+            self.engines_lost()
         else:
             self._leave(server)
 
-    def give_up_phase(self) -> None:
-        """After EnginesLost: what the engines had is rolled out again after the next `start`."""
+    def engines_lost(self) -> None:
+        """After EnginesLost: what the engines had is rolled out again after the next call of `next`."""
         if self._server is not None:
             self._stop_thread()
             with self._changed:
@@ -202,18 +217,20 @@ class ContinuousRollout(PhaseEvents):
                 server.look_for_lost_workers()
         self._tokens.fetch_complete(self._left.rejected)  # these are only counted
 
-    def state(self) -> Unfinished:
+    def state(self) -> dict[str, Any]:
         """For a checkpoint: pauses, and returns what is not trained on."""
         self.pause()
-        return replace(self._left, complete=list(self._buffer.values()))
+        return {"unfinished": replace(self._left, complete=list(self._buffer.values()))}
 
-    def restore(self, state: Unfinished, version: int) -> None:
-        """Go on from a checkpoint of weights `version`. A trajectory that had a live interpreter starts from its prompt.
+    def restore(self, state: dict[str, Any], version: int) -> None:
+        """Go on from a checkpoint of weights `version`, also of a synchronous run.
 
-        What `algorithm.max_staleness` no longer allows is dropped, counted, and rolled out again.
+        A trajectory that had a live interpreter starts from its prompt. What `algorithm.max_staleness` no longer allows is
+        dropped, counted, and rolled out again.
         """
         self.schedule = self._new_schedule(version)
-        self._left = replace(state, complete=[])
+        unfinished = state.get("unfinished") or Unfinished(open=state.get("carried", []))
+        self._left = replace(unfinished, complete=[])
         bound = version - self.schedule.max_staleness
         for group in self._left.open:
             group.parked = {index: t for index, t in group.parked.items() if not t.session}
@@ -221,7 +238,7 @@ class ContinuousRollout(PhaseEvents):
                 for index in [i for i, t in part.items() if _is_older(t, bound)]:
                     del part[index]
                     self._dropped += 1
-        for whole in state.complete:
+        for whole in unfinished.complete:
             self._completed(self._next_number, whole)
             self._next_number += 1
 
