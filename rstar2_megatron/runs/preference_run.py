@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rstar2_megatron.algorithm.preference import check_room
-from rstar2_megatron.report.draw import PREFERENCE_PANELS, draw_run
+from rstar2_megatron.report.draw import PREFERENCE_PANELS
 from rstar2_megatron.runs.sft_run import SFTRun
 from rstar2_megatron.search.preference.rows import PreferenceRows, load_preference_rows
 from rstar2_megatron.settings.schema import PreferenceSettings, SFTPhaseSettings
-from rstar2_megatron.sft.preference import run_preference_phase, validate_preferences
+from rstar2_megatron.sft.preference import put_comparisons, validate_preferences
 from rstar2_megatron.sft.training import Metrics, sft_phase_of
 
 
 class PreferenceRun(SFTRun):
     """As an SFT run, on comparisons of prefixes."""
+
+    how: Mapping[str, Any] = {"put": put_comparisons, "method": "preference_steps"}
+    panels = PREFERENCE_PANELS
 
     @property
     def section(self) -> PreferenceSettings:
@@ -24,8 +26,9 @@ class PreferenceRun(SFTRun):
 
     def read(self) -> SFTPhaseSettings:
         own, tokenizer = self.section, self._tokenizer()
-        rows = self.rows = self._load(own.train_data_paths, tokenizer)
-        self.held_out = self._load(own.val_data_paths, tokenizer) if own.val_data_paths else None
+        rows = self._load(own.train_data_paths, tokenizer)
+        self.rows = rows.comparisons
+        self.held_out = self._load(own.val_data_paths, tokenizer).comparisons if own.val_data_paths else None
         phase = sft_phase_of(own, len(rows.comparisons)).model_copy(update={"name": "preference"})
         self._say(
             f"preference: {len(rows.comparisons):,} comparisons with {rows.num_pairs:,} pairs from {rows.trees:,} trees, "
@@ -43,19 +46,10 @@ class PreferenceRun(SFTRun):
             check_room(rows.largest, room)
         return rows
 
-    def run_phase(
-        self, phase: SFTPhaseSettings, *, start: int, pauses: Sequence[int], after: Callable[[int, list[Metrics]], None]
-    ) -> None:
-        timeout, seed = self.settings.runner.step_timeout_s, self.section.seed
-        run_preference_phase(self.actor, phase, self.rows.comparisons, seed, timeout, start=start, pauses=pauses, after=after)
-
     def validate(self) -> Metrics:
         size, timeout = self.section.batch_size, self.settings.runner.step_timeout_s
-        found = validate_preferences(self.actor, self.held_out.comparisons, size, timeout)
+        found = validate_preferences(self.actor, self.held_out, size, timeout)
         return {f"eval/preference_{name}": value for name, value in found.items()}
-
-    def draw(self) -> Path:
-        return draw_run(self.directory, panels=PREFERENCE_PANELS)
 
     def line(self, step: int, steps: int, row: Mapping[str, Any]) -> str:
         own = {name.removeprefix("train/preference/"): value for name, value in row.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,9 @@ class SFTRun(ClusterRun):
     """What is trained on, as this kind of run reads it."""
     held_out: Any
     """The same of the validation data; None without any."""
+    how: Mapping[str, Any] = {}
+    """How `run_sft_phase` trains on the rows, if not by cross entropy: its `put` and `method`."""
+    panels = SFT_PANELS
 
     @property
     def section(self) -> SFTSettings:
@@ -51,11 +54,16 @@ class SFTRun(ClusterRun):
         elif self.held_out is not None:
             found = ", ".join(f"{name} {value:.4f}" for name, value in self.validate().items())
             self._say(f"before training: {found}")
-        self.run_phase(
+        run_sft_phase(
+            self.actor,
             phase,
+            self.rows,
+            self.section.seed,
+            timeout,
             start=start,
             pauses=(settings.runner.save_interval, self.section.val_interval),
             after=lambda done, steps: self._after(done, steps, phase),
+            **self.how,
         )
         self._finish(phase)
 
@@ -76,19 +84,10 @@ class SFTRun(ClusterRun):
         )
         return phase
 
-    def run_phase(
-        self, phase: SFTPhaseSettings, *, start: int, pauses: Sequence[int], after: Callable[[int, list[Metrics]], None]
-    ) -> None:
-        timeout, seed = self.settings.runner.step_timeout_s, self.section.seed
-        run_sft_phase(self.actor, phase, self.rows, seed, timeout, start=start, pauses=pauses, after=after)
-
     def validate(self) -> Metrics:
         """Figures of the held-out data by the name of their metric."""
         size, timeout = self.section.batch_size, self.settings.runner.step_timeout_s
         return {VALIDATION_LOSS: validation_loss(self.actor, self.held_out, size, timeout)}
-
-    def draw(self) -> Path:
-        return draw_run(self.directory, panels=SFT_PANELS)
 
     def line(self, step: int, steps: int, row: Mapping[str, Any]) -> str:
         """What is printed of a step."""
@@ -145,6 +144,6 @@ class SFTRun(ClusterRun):
         model: Path = self.directory / "model"
         self.actor.call("export_hf", str(model), timeout_s=self.settings.runner.step_timeout_s)
         write_format(model, self.settings)
-        curves = self.draw()
+        curves = draw_run(self.directory, panels=self.panels)
         self.mark_finished(phase.steps)
         self._say(f"done: {model}, {curves}")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 from rstar2_megatron.algorithm.batch import TrainBatch
 from rstar2_megatron.algorithm.preference import Comparison, Pairs
 from rstar2_megatron.cluster.calls import WorkerGroup
 from rstar2_megatron.cluster.tokens import put_sequences
-from rstar2_megatron.sft.training import Metrics, run_sft_phase
+from rstar2_megatron.sft.training import Metrics
 
 PreferenceBatch = tuple[TrainBatch, Pairs]
 """Prefixes, whose tokens are in the object store, and which of them are compared."""
@@ -18,10 +17,6 @@ PreferenceBatch = tuple[TrainBatch, Pairs]
 def put_comparisons(comparisons: Sequence[Comparison]) -> PreferenceBatch:
     prefixes = [sequence for comparison in comparisons for sequence in comparison.sequences()]
     return put_sequences(prefixes), Pairs.of(comparisons)
-
-
-run_preference_phase = functools.partial(run_sft_phase, put=put_comparisons, method="preference_steps")
-"""As `run_sft_phase`, on comparisons."""
 
 
 def validate_preferences(actor: WorkerGroup, rows: Sequence[Comparison], batch_size: int, timeout_s: float) -> Metrics:

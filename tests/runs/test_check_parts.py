@@ -382,6 +382,7 @@ def test_two_nodes_without_ray_address_fail_at_once(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(CheckFailed, match="RAY_ADDRESS is not set"):
         Nodes("cpu", (0,)).start_ray(2)
+    assert Nodes("cpu", (0,)).start_ray(1) == ["127.0.0.1"]
 
 
 def test_a_head_that_does_not_answer_is_said_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

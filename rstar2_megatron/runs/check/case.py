@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.runs.check.context import Context
 from rstar2_megatron.runs.check.process import Job
 from rstar2_megatron.settings.planning.advice import changed
-from rstar2_megatron.settings.schema import ActorSettings, AlgorithmSettings, RunnerSettings
+from rstar2_megatron.settings.schema import Settings
 
 if TYPE_CHECKING:
     from rstar2_megatron.actor.megatron_actor import MegatronActor
@@ -36,16 +35,6 @@ SMOOTH: dict[str, Any] = {
 """A loss without jumps: where a ratio is next to a clip bound, rounding alone would change the gradient."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """Settings and model directory of an actor in a check."""
-
-    actor: ActorSettings
-    runner: RunnerSettings
-    algorithm: AlgorithmSettings
-    model_path: str
-
-
 def make_case(
     context: Context,
     *,
@@ -54,8 +43,8 @@ def make_case(
     packed: bool = True,
     max_tokens: int | None = None,
     **actor: Any,
-) -> Case:
-    """The YAML's actor on one rank; `model`, `optim` and `actor` change its sections."""
+) -> Settings:
+    """The YAML's actor on one rank and the thin model; `model`, `optim` and `actor` change its sections."""
     settings, longest = context.settings, lengths(context)[1]
     changes: dict[str, Any] = {
         "actor.model.tensor_model_parallel_size": 1,
@@ -73,13 +62,13 @@ def make_case(
         "runner.seq_length": longest,
         "runner.max_tokens_per_mbs": max_tokens or 4 * longest,
         "runner.enable_dynamic_batch_size": packed,
+        "rollout.model.model_path": str(context.thin),
         **SMOOTH,
         **{f"actor.model.{name}": value for name, value in (model or {}).items()},
         **{f"actor.optim.{name}": value for name, value in (optim or {}).items()},
         **{f"actor.{name}": value for name, value in actor.items()},
     }
-    own = changed(settings, changes)
-    return Case(own.actor, own.runner, own.algorithm, str(context.thin))
+    return changed(settings, changes)
 
 
 def lengths(context: Context) -> tuple[int, int]:
@@ -111,7 +100,7 @@ def random_batch(model: ModelConfig, count: int, low: int, high: int, seed: int 
     return batch
 
 
-def start(job: Job, case: Case) -> MegatronActor:
+def start(job: Job, case: Settings) -> MegatronActor:
     """The actor of this rank, initialised; collective."""
     from rstar2_megatron.actor.megatron_actor import MegatronActor  # here: the driver reads this file and does no torch work
 
@@ -119,7 +108,7 @@ def start(job: Job, case: Case) -> MegatronActor:
         case.actor,
         case.runner,
         case.algorithm,
-        model_path=case.model_path,
+        model_path=case.rollout.model.model_path,
         rank=job.rank,
         world_size=job.world_size,
         init_method=job.init_method,

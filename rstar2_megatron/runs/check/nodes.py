@@ -32,7 +32,6 @@ class Nodes:
         self._local = NodeAgent(os.environ.get("CUDA_VISIBLE_DEVICES"))
         self._others: list[Any] = []
         self._address = "127.0.0.1"
-        self._head: Any = None
         self._uses_ray = False
 
     def __len__(self) -> int:
@@ -41,25 +40,23 @@ class Nodes:
     # ------------------------------------------------------------------------------------------- Ray
 
     def start_ray(self, num_nodes: int, join_s: float = _JOIN_S) -> list[str]:
-        """Attach to RAY_ADDRESS, or start a head of our own; an agent on each other node. Returns the nodes' addresses.
+        """Attach to RAY_ADDRESS; an agent on each other node. Returns the nodes' addresses.
 
-        Raises CheckFailed when there are fewer than `num_nodes` nodes after `join_s`.
+        One node needs no Ray without it. Raises CheckFailed when there are fewer than `num_nodes` nodes after `join_s`.
         """
-        # Here: Ray takes seconds, and reads its environment when it is imported, which our room `cluster` sets before.
-        from rstar2_megatron.cluster.existing_ray import ClusterError, check_answers, wait_for_nodes
-        from rstar2_megatron.cluster.ray_head import RayHead  # isort: split
-
-        import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
         if not os.environ.get("RAY_ADDRESS"):
             if num_nodes > 1:
                 raise CheckFailed(
                     f"cluster.num_nodes={num_nodes}, but RAY_ADDRESS is not set",
                     remedy="start Ray on every node (docs/multi_node.md) and set RAY_ADDRESS=HEAD:PORT here",
                 )
-            self._head = RayHead(num_cpus=16)
-            self._head.start()
+            return [self._address]
+        # Here: Ray takes seconds, and reads its environment when it is imported, which our room `cluster` sets before.
+        from rstar2_megatron.cluster.existing_ray import ClusterError, check_answers, wait_for_nodes  # isort: split
+
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
         address = os.environ["RAY_ADDRESS"]
         self._uses_ray = True
         try:
@@ -161,7 +158,7 @@ class Nodes:
                 ray.get([agent.close.remote() for agent in self._others], timeout=_CARRY_S)
 
     def close(self) -> None:
-        """End processes, agents, and the Ray head if it is ours. Safe to call twice."""
+        """End processes and agents. Safe to call twice."""
         self.free()
         self._others = []
         if self._uses_ray:  # importing Ray here would be before its environment is set (`start_ray`)
@@ -169,9 +166,6 @@ class Nodes:
 
             with contextlib.suppress(Exception):
                 ray.shutdown()
-        if self._head is not None:
-            self._head.stop()
-            self._head = None
         self._files.cleanup()
 
 

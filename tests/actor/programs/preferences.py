@@ -92,6 +92,7 @@ def run_phase(
 ) -> tuple[list[float], dict[str, float]]:
     """Losses of a phase from step `start`, with a checkpoint after step 2; the validation at its end."""
     from rstar2_megatron.sft import preference
+    from rstar2_megatron.sft.training import run_sft_phase
 
     preference.put_sequences = list  # type: ignore[assignment]  # without Ray: this process trains on them itself
     with open_scorer(rank, world_size, init_method, config, model_path) as actor:
@@ -103,6 +104,7 @@ def run_phase(
                 actor.save_checkpoint(checkpoint)
 
         group: Any = _LocalGroup(actor)
-        history = preference.run_preference_phase(group, phase, rows, 5, 60.0, start=start, pauses=(2,), after=after)
+        how: Any = {"put": preference.put_comparisons, "method": "preference_steps"}  # those of runs/preference_run.py
+        history = run_sft_phase(group, phase, rows, 5, 60.0, start=start, pauses=(2,), after=after, **how)
         found = preference.validate_preferences(group, rows, 4, 60.0)
         return [step["preference/loss"] for step in history], found

@@ -10,11 +10,12 @@ from typing import Any
 import psutil
 import torch
 
-from rstar2_megatron.runs.check.case import Batch, Case, start
+from rstar2_megatron.runs.check.case import Batch, start
 from rstar2_megatron.runs.check.process import Job
+from rstar2_megatron.settings.schema import Settings
 
 
-def optimizer_error(job: Job, case: Case, batch: Batch) -> dict[str, float]:
+def optimizer_error(job: Job, case: Settings, batch: Batch) -> dict[str, float]:
     """Relative error of the first AdamW step against its formula, over all weights; seconds of the step."""
     actor = start(job, case)
     parameters = [p for chunk in actor.policy.chunks for p in chunk.parameters()]
@@ -56,7 +57,7 @@ def device_bytes(actor: Any, device: str) -> int:
     return sum(storages.values())
 
 
-def offload_and_reload(job: Job, case: Case, batch: Batch) -> dict[str, Any]:
+def offload_and_reload(job: Job, case: Settings, batch: Batch) -> dict[str, Any]:
     """Bytes before, away and back again; whether the weights came back bit by bit, and whether training still works."""
     actor = start(job, case)
     actor.train_step(batch)
@@ -80,7 +81,7 @@ def offload_and_reload(job: Job, case: Case, batch: Batch) -> dict[str, Any]:
     }
 
 
-def save_checkpoint(job: Job, case: Case, batch: Batch, directory: str) -> dict[str, Any]:
+def save_checkpoint(job: Job, case: Settings, batch: Batch, directory: str) -> dict[str, Any]:
     """A step, a checkpoint, another step; peaks of device and host memory while it is written."""
     actor = start(job, case)
     actor.train_step(batch)
@@ -106,7 +107,7 @@ def save_checkpoint(job: Job, case: Case, batch: Batch, directory: str) -> dict[
     return result
 
 
-def load_checkpoint(job: Job, case: Case, batch: Batch, directory: str) -> dict[str, Any]:
+def load_checkpoint(job: Job, case: Settings, batch: Batch, directory: str) -> dict[str, Any]:
     """Load into a fresh actor and take the step that followed."""
     actor = start(job, case)
     started = time.perf_counter()
@@ -126,7 +127,7 @@ def _reset_peak() -> None:
         return
 
 
-def training_speed(job: Job, case: Case, batch: Batch, steps: int) -> dict[str, float]:
+def training_speed(job: Job, case: Settings, batch: Batch, steps: int) -> dict[str, float]:
     """Tokens a second and MFU of the fastest of some steps, peak memory."""
     actor = start(job, case)
     rows = [actor.train_step(batch) for _ in range(steps)]
@@ -140,7 +141,7 @@ def training_speed(job: Job, case: Case, batch: Batch, steps: int) -> dict[str, 
     }
 
 
-def score(job: Job, case: Case, batch: Batch) -> list[list[float]]:
+def score(job: Job, case: Settings, batch: Batch) -> list[list[float]]:
     """Log-prob of every token."""
     actor = start(job, case)
     rows = actor.compute_logprobs(batch)

@@ -6,11 +6,12 @@ import math
 from pathlib import Path
 from typing import Any
 
-from rstar2_megatron.runs.check.case import Batch, Case, start
+from rstar2_megatron.runs.check.case import Batch, start
 from rstar2_megatron.runs.check.process import Job
+from rstar2_megatron.settings.schema import Settings
 
 
-def gradients(job: Job, case: Case, batch: Batch, keep: str = "", compare: str = "") -> dict[str, Any]:
+def gradients(job: Job, case: Settings, batch: Batch, keep: str = "", compare: str = "") -> dict[str, Any]:
     """Log-probs and gradients of one training step; the gradients go to the file `keep`, or against those in `compare`.
 
     Gradients leave as weights do, under Hugging Face names: each one is put in its parameter's place first.

@@ -9,6 +9,7 @@ from typing import Any
 from rstar2_megatron.runs.check.case import lengths, make_batch, make_case, random_batch
 from rstar2_megatron.runs.check.context import Context
 from rstar2_megatron.runs.check.result import Check, CheckFailed, Finding
+from rstar2_megatron.settings.planning.advice import changed
 from rstar2_megatron.settings.planning.estimates import train_share
 
 _PROGRAMS = "rstar2_megatron.runs.check.programs.actor_state"
@@ -96,9 +97,7 @@ def speed(context: Context) -> Finding:
     tokens = settings.runner.max_tokens_per_mbs if gpu else 16 * lengths(context)[1]
     length = min(settings.runner.seq_length // 2, tokens) if gpu else lengths(context)[1]
     count = max(1, tokens // length) * (2 if gpu else 1)
-    case = make_case(context, max_tokens=tokens, **_STAY)
-    runner = case.runner.model_copy(update={"seq_length": length})
-    case = type(case)(case.actor, runner, case.algorithm, case.model_path)
+    case = changed(make_case(context, max_tokens=tokens, **_STAY), {"runner.seq_length": length})
     figures = context.nodes.ranks(
         f"{_PROGRAMS}:training_speed",
         1,

@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from rstar2_megatron.runs.check.case import Case, logprob_tolerance, make_batch, make_case, mean_difference, tolerance
+from rstar2_megatron.runs.check.case import logprob_tolerance, make_batch, make_case, mean_difference, tolerance
 from rstar2_megatron.runs.check.context import Context
 from rstar2_megatron.runs.check.process import Job
 from rstar2_megatron.runs.check.programs.gradients import reference_path
 from rstar2_megatron.runs.check.result import Check, CheckFailed, CheckSkipped, Finding
+from rstar2_megatron.settings.schema import Settings
 
 _GRADIENTS = "rstar2_megatron.runs.check.programs.gradients:gradients"
 _PLAIN_OPTIMIZER = {
@@ -99,7 +100,7 @@ def head(context: Context) -> Finding:
     return Finding(words, figures)
 
 
-def plain_case(context: Context, *, packed: bool = True, max_tokens: int | None = None, **model: Any) -> Case:
+def plain_case(context: Context, *, packed: bool = True, max_tokens: int | None = None, **model: Any) -> Settings:
     """An actor whose gradients can be read: plain optimizer, nothing offloaded."""
     return make_case(context, model=model, optim=_PLAIN_OPTIMIZER, packed=packed, max_tokens=max_tokens, **_NO_OFFLOAD)
 
@@ -116,7 +117,7 @@ def reference(context: Context) -> Finding:
     return Finding(f"loss {result['loss']:.4f}, gradient norm {result['grad_norm']:.4f}", figures)
 
 
-def compared(context: Context, case: Case, ranks: int = 1) -> Finding:
+def compared(context: Context, case: Settings, ranks: int = 1) -> Finding:
     """Log-probs and gradients of `case` over `ranks` ranks against the reference."""
     result = context.nodes.ranks(
         _GRADIENTS, ranks, 170.0, case=case, batch=make_batch(context), compare=reference_path(context.scratch)
