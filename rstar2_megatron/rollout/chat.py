@@ -290,10 +290,13 @@ class ChatTemplate:
         text = defuse(text)
         return self._specials.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text) if self._specials else text
 
+    def user_turn_text(self, text: str) -> str:
+        """Text from behind a generated turn end: a user's turn with this text, and the next turn's opening."""
+        return f"{self.turns.before_response}{self._defused(text)}{self.turns.after_response}{self.generation_prefix}"
+
     def user_turn_ids(self, text: str) -> list[int]:
-        """Token ids from behind a generated turn end: a user's turn with this text, and the next turn's opening."""
-        before, after = self.turns.before_response, self.turns.after_response
-        return self._encode(f"{before}{self._defused(text)}{after}{self.generation_prefix}")
+        """Token ids of `user_turn_text`."""
+        return self._encode(self.user_turn_text(text))
 
     def tool_response_ids(self, responses: Sequence[str]) -> list[int]:
         """Token ids of `tool_response_text`. They are never trained on."""

@@ -127,12 +127,8 @@ def run(problems: Sequence[Problem], sampling: SamplingSettings, search: SearchS
     with GraderPool(1, sampling.reward.timeout_s) as grader:
         budget = _read(search.mode, problems, out).tokens if compare else None
         rows = [row for name, one in planned.items() for row in _results(name, one, problems, out, grader, budget)]
-    own = sampling.agentloop.environment or sampling.agentloop.loop
     for name, settings in planned.items():
         if settings.mode == "mcts" and settings.guide != "scores":
-            if own is not None:
-                print(f"no rows for SFT: what {own} answers is in the tokens of the trees alone")
-                continue
             written = write_conversations(problems, sampling, out / f"{name}.jsonl", out / f"{name}.sft.jsonl")
             print(f"{written} right solutions for SFT in {out / f'{name}.sft.jsonl'}")
     text = render(rows, len(problems))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +16,11 @@ from transformers import AutoTokenizer
 from rstar2_megatron.evaluation.services import SamplingSettings, Services, running_services
 from rstar2_megatron.records.whole_file import write_jsonl
 from rstar2_megatron.rollout.chat import ChatTemplate
+from rstar2_megatron.rollout.conversation import Conversations
 from rstar2_megatron.search.expand import Expander
 from rstar2_megatron.search.preference.reward_model import RewardModelScorer, identity_of, policy_rollout, running_scorers
 from rstar2_megatron.search.solver import SearchProgress, Solver
-from rstar2_megatron.search.traces import best_right, conversation
+from rstar2_megatron.search.traces import best_right, conversation, is_answered
 from rstar2_megatron.search.tree_file import TreeFile, tree_of
 from rstar2_megatron.search.values import LikelihoodScorer, Scorer, Values
 from rstar2_megatron.settings.schema import RolloutSettings
@@ -74,17 +76,28 @@ def search_problems(
 
 
 def write_conversations(problems: Sequence[Problem], sampling: SamplingSettings, trees: Path, out: Path) -> int:
-    """Write the best right solutions of a file of trees as rows of SFT data; returns how many."""
+    """Write the best right solutions of a file of trees as rows of SFT data; returns how many.
+
+    Raises UserCodeError when an environment cannot begin.
+    """
+    return write_jsonl(out, asyncio.run(_conversations(problems, sampling, trees)))
+
+
+async def _conversations(problems: Sequence[Problem], sampling: SamplingSettings, trees: Path) -> list[dict[str, Any]]:
     tokenizer: Any = AutoTokenizer.from_pretrained(sampling.rollout.model.model_path)
-    template = ChatTemplate(tokenizer, sampling.agentloop)
+    template, conversations = ChatTemplate(tokenizer, sampling.agentloop), Conversations(sampling.agentloop)
+    own = sampling.agentloop.environment or sampling.agentloop.loop
     by_id = {problem.query_id: problem for problem in problems}
     rows = []
     for _, row in TreeFile(trees, {}).rows():
         if (problem := by_id.get(row["query_id"])) is not None:
+            begun = await conversations.begin(problem, math.inf)
             for leaf in best_right(tree_of(row)):
-                segments = conversation(template, problem, leaf.steps)
+                if own is not None and not is_answered(leaf.steps):
+                    continue
+                segments = conversation(template, begun.problem, leaf.steps)
                 rows.append({"segments": [[text, int(trained)] for text, trained in segments]})
-    return write_jsonl(out, rows)
+    return rows
 
 
 def seeded(rollout: RolloutSettings) -> RolloutSettings:

@@ -23,6 +23,8 @@ class Step(PerToken):
     mask: Mask = field(default_factory=lambda: np.empty(0, np.uint8))
     logprobs: LogProbs = field(default_factory=lambda: np.empty(0, np.float32))
     tool_calls: list[ToolCall] = field(default_factory=list)
+    observation: str | None = None
+    """What an environment or loop of the user's answered. None: tools answered, nothing did, or an earlier version wrote it."""
     ending: FinishReason | None = None
     """None: another step may follow."""
     answer: str | None = None
@@ -48,12 +50,14 @@ class Step(PerToken):
 
 def step_of(trajectory: Trajectory, before: int, calls_before: int) -> Step:
     """The last turn of a trajectory that had `before` response tokens and `calls_before` tool calls when the turn began."""
+    own_answers = trajectory.observations[trajectory.num_turns - 1 :]  # of the last turn, if it has one
     return Step(
         text=trajectory.assistant_texts[-1],
         ids=trajectory.response_ids[before:].copy(),
         mask=trajectory.loss_mask[before:].copy(),
         logprobs=trajectory.rollout_logprobs[before:].copy(),
         tool_calls=list(trajectory.tool_calls[calls_before:]),
+        observation=own_answers[0] if own_answers else None,
         ending=trajectory.finish_reason,
         answer=trajectory.answer,
         reward=None if trajectory.reward is None else float(trajectory.is_positive),

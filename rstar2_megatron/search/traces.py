@@ -30,7 +30,19 @@ def best_right(tree: Tree, count: int = BEST) -> list[Node]:
     return [leaf for leaf in best if not any(step.failed(released=False) for step in leaf.steps)]
 
 
+def is_answered(steps: Sequence[Step]) -> bool:
+    """Whether every turn but the last has its answer. A tree of an earlier version lacks those of an environment."""
+    return all(step.tool_calls or step.observation is not None for step in steps[:-1])
+
+
 def conversation(template: ChatTemplate, problem: Problem, steps: Sequence[Step]) -> Segments:
-    """(text, trained) segments of a finished solution, in the wording that produced it."""
+    """(text, trained) segments of a finished solution, in the wording that produced it.
+
+    problem: with what an environment added to its prompt.
+    """
     responses = [[call.response_text for call in step.tool_calls] for step in steps[:-1]]
-    return template.conversation(problem, [step.text for step in steps], responses)
+    segments = template.conversation(problem, [step.text for step in steps], responses)
+    for number, step in enumerate(steps[:-1]):
+        if step.observation is not None:
+            segments[2 * number + 2] = (template.user_turn_text(step.observation), False)
+    return segments

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,17 +10,20 @@ from typing import Any
 import pytest
 
 from rstar2_megatron.extension.user_code import UserCode
+from rstar2_megatron.report.page.trees import tree_groups
 from rstar2_megatron.reward.rewards import Rewards
 from rstar2_megatron.search.__main__ import run
 from rstar2_megatron.search.expand import Expander
 from rstar2_megatron.search.mcts import MCTS
+from rstar2_megatron.search.solver import Solver
 from rstar2_megatron.search.step import Step
 from rstar2_megatron.search.traces import best_right, conversation
 from rstar2_megatron.search.tree import Node
+from rstar2_megatron.search.tree_file import TreeFile, tree_of
 from rstar2_megatron.search.values import Values
 from rstar2_megatron.settings.schema import AgentLoopSettings, RewardSettings, SearchSettings
 from rstar2_megatron.trajectory import Problem, ToolCall, ToolOutcome
-from tests.e2e.runs import ROOT
+from tests.e2e.runs import ROOT, read_jsonl
 from tests.rollout.written import ANSWER, PROBLEM, call, make_loop
 from tests.search.scripted import drive, finished, name, settings
 from tests.search.written_trees import PROMPT, write_trees
@@ -56,21 +60,52 @@ async def test_a_conversation_renders_to_the_paths_tokens(tokenizer) -> None:
     assert ids == [*loop.template.prompt_ids(PROBLEM), *first.ids, *last.ids]
 
 
-@pytest.mark.parametrize("own", [False, True])
-def test_no_rows_are_written_where_an_environment_answers(
-    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], own: bool
-) -> None:
-    """The tree file is there already; its steps have the texts of the turns, not those of the answers."""
-    environment = UserCode(reference=f"{ROOT}/examples/extend/game.py:HigherLower") if own else None
+def sampling_of(tokenizer: Any, agentloop: AgentLoopSettings) -> Any:
     model = SimpleNamespace(model_path=tokenizer.name_or_path)
-    sampling: Any = SimpleNamespace(
-        agentloop=AgentLoopSettings(environment=environment), rollout=SimpleNamespace(model=model), reward=RewardSettings()
-    )
+    return SimpleNamespace(agentloop=agentloop, rollout=SimpleNamespace(model=model), reward=RewardSettings())
+
+
+def game() -> UserCode:
+    return UserCode(reference=f"{ROOT}/examples/extend/game.py:HigherLower")
+
+
+def test_what_an_environment_answered_is_in_the_rows_and_on_the_page(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = make_loop(tokenizer, ["I say 3", call(), "it is 4"], environment=game())
+    searching = SearchSettings(guide="answers", rollouts=1, candidates=1, depth=3)
+    file = TreeFile(tmp_path / "mcts.jsonl", {})
+    file.open([PROBLEM])
+    with Rewards(RewardSettings(function="environment")) as pool:
+        expander = Expander(loop, Values(searching, pool, None), searching)
+        asyncio.run(Solver([PROBLEM], searching, file, {}).run([expander], 1))
+    done = lambda *_, **__: ({"mcts": searching}, {})  # noqa: E731
+    monkeypatch.setattr("rstar2_megatron.search.session.search_problems", done)
+    assert run([PROBLEM], sampling_of(tokenizer, loop.settings), searching, tmp_path, compare=False) == 0
+
+    (row,) = read_jsonl(tmp_path / "mcts.sft.jsonl")
+    prompt, *response = row["segments"]
+    assert "What is 2+2?\n\nYou have 4 guesses.<|im_end|>" in prompt[0]
+    assert "higher" in response[1][0] and "<tool_response>" in response[3][0]
+    ids = tokenizer.encode("".join(text for text, _ in response), add_special_tokens=False)
+    ((_, tree),) = file.rows()
+    assert ids == [token for step in tree_of(tree).leaves()[0].steps for token in step.ids]
+    ((group,), _, _) = tree_groups(tmp_path / "mcts.jsonl", 10**6)
+    assert [part["kind"] for tag in group["chosen"] for part in group["nodes"][tag]["parts"]] == [
+        "turn", "observation", "turn", "tool", "turn",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_tree_without_what_an_environment_answered_gives_no_rows(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: bool
+) -> None:
+    """The tree file is there already; its steps have the texts of the turns, as earlier versions wrote them."""
+    sampling = sampling_of(tokenizer, AgentLoopSettings(environment=game() if own else None))
     write_trees(tmp_path / "mcts.jsonl", tokenizer)
     problems = [Problem(f"q{i}", [{"role": "user", "content": PROMPT}], ["17"]) for i in range(4)]
     searching = SearchSettings(guide="answers")
     done = lambda *_, **__: ({"mcts": searching}, {})  # noqa: E731
     monkeypatch.setattr("rstar2_megatron.search.session.search_problems", done)
     assert run(problems, sampling, searching, tmp_path, compare=False) == 0
-    assert (tmp_path / "mcts.sft.jsonl").exists() is not own
-    assert ("no rows for SFT: what game.py:HigherLower answers" in capsys.readouterr().out) is own
+    assert bool(read_jsonl(tmp_path / "mcts.sft.jsonl")) is not own

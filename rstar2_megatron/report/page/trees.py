@@ -71,6 +71,8 @@ def _node(node: Row) -> Row:
     parts: list[Row] = []
     if step is not None:
         parts = [{"kind": "turn", "text": step["text"]}, *(tool_call(item) for item in step["tool_calls"])]
+        if answer := step.get("observation"):  # absent in files of earlier versions
+            parts.append({"kind": "observation", "response": answer})
     return {
         "n": node["visits"],
         "q": node["total"] / node["visits"] if node["visits"] else None,
