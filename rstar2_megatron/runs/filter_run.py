@@ -111,4 +111,4 @@ def rollout_gpus(settings: Settings) -> list[int]:
     if slots.is_cpu:
         return []
     here = range(found[0])
-    return [slot for slot in component_slots(settings.cluster, slots.count).get("rollout", here) if slot in here] or list(here)
+    return [slot for slot in component_slots(settings.cluster, slots.count)["rollout"] if slot in here] or list(here)
