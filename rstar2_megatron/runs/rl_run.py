@@ -36,7 +36,7 @@ from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt
 from rstar2_megatron.rollout.live_view import export_progress
 from rstar2_megatron.runs.base_run import Stopped, StopSignals
 from rstar2_megatron.runs.cluster_run import ClusterRun
-from rstar2_megatron.runs.cold_start import find_cached, find_reference, run_cold_start
+from rstar2_megatron.runs.cold_start import ColdStartResult, find_cached, find_reference, run_cold_start
 from rstar2_megatron.runs.stopping import MetricWatch, first_that_holds
 from rstar2_megatron.services.loopback import listening_address
 from rstar2_megatron.services.metrics_server import MetricsServer
@@ -65,6 +65,7 @@ class RLRun(ClusterRun):
             needed=settings.agentloop.needs_judge,
         )
         self.files = RunFiles(self.directory, settings.runner)
+        self.cached_sft: ColdStartResult | None = None  # whose model actor and engines start with
         self.last_evaluation: tuple[int, Any] = (-1, None)
         self.watch = CollapseWatch(settings.runner.max_empty_steps)
         self.metric_watch = MetricWatch(settings)
@@ -80,8 +81,8 @@ class RLRun(ClusterRun):
         resume = self.begin(self.settings.runner.max_steps)
         if resume:
             self.cached_sft = find_reference(self.settings)
-        else:
-            self.cached_sft = find_cached(self.settings) if self.settings.cold_start.enabled else None
+        elif self.settings.cold_start.enabled:
+            self.cached_sft = find_cached(self.settings)
         self._start()
         step = 0
         if resume:
