@@ -99,6 +99,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise ConfigError(
             "an ablation is --ablate FILE [--arms NAME,NAME] [--seeds N,N] [key=value ...]; FILE names its configuration"
         )
+    if arguments.ablate and (arguments.check or arguments.print_config):
+        raise ConfigError("--check and --print-config are for one configuration: give the NAME that the ablation's FILE names")
     if arguments.config_path and not names:
         raise ConfigError(f"--config-path {arguments.config_path} needs --config-name NAME, a YAML of that directory")
     arguments.config = os.path.join(arguments.config_path or "", *(names or [DEFAULT_CONFIG]))

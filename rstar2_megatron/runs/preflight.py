@@ -15,7 +15,7 @@ import psutil
 
 from rstar2_megatron.actor.layout import check_layout
 from rstar2_megatron.data.problems import read_problems
-from rstar2_megatron.data.rows import HUB, Absent, DataError
+from rstar2_megatron.data.rows import Absent, DataError
 from rstar2_megatron.extension.user_code import UserCode, UserCodeError, all_user_code
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.model.tokenizer_files import directory_problems
@@ -442,7 +442,7 @@ def cold_start_problems(settings: Settings) -> Iterator[str]:
         what = f"cold_start.phases: the data file {phase.data_path} of phase {phase.name}"
         if phase.data_path.startswith(BUILT_PREFIXES):
             yield f"{what} is made by the cold start; set cold_start.builder=tiny or give a file"
-        elif not phase.data_path.startswith(HUB) and not Path(phase.data_path).exists():
+        elif not Path(phase.data_path).exists():
             yield f"{what} does not exist; {_MAKERS['sft']} writes such files"
 
 

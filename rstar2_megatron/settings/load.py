@@ -38,7 +38,7 @@ _HOME = re.compile(r"(?<=[=\[,'\"])~(?=/)")  # of an override's value, where no 
 _INPUTS = (
     "rollout.model.model_path", "data.train_data_paths", "data.val_data_paths", "sft.train_data_paths", "sft.val_data_paths",
     "preference.train_data_paths", "preference.val_data_paths", "search.reward_model", "runner.init_checkpoint",
-    "runner.replay_rollouts",
+    "runner.replay_rollouts", "runner.corridor",
 )  # fmt: skip
 _OUTPUTS = ("runner.output_dir", "runner.logger.log_path")
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "config"

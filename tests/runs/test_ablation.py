@@ -233,3 +233,6 @@ def test_a_file_of_another_form_is_refused(tmp_path: Path) -> None:
         run_ablation(str(tmp_path / "absent.yaml"), [], [], [], dry_run=True)
     with pytest.raises(ConfigError, match="an ablation is --ablate FILE"):
         parse(["--arms", "a"])
+    for option in ("--check", "--print-config"):  # which would run all of it
+        with pytest.raises(ConfigError, match="are for one configuration: give the NAME that the ablation's FILE names"):
+            parse(["--ablate", "a.yaml", option])

@@ -172,10 +172,11 @@ def test_models_and_data_are_those_beside_the_yaml_or_the_user(tmp_path: Path, m
     monkeypatch.setenv(CALLED_FROM, str(tmp_path / "user"))
     words = ["rollout.model.model_path=model", "data.train_data_paths=[a.jsonl,docs/judge.md,nowhere.jsonl,'hf:a/b']"]
     words.append("cold_start.phases=[{name: a, data_path: a.jsonl, steps: 1, batch_size: 1, lr: 0.1}]")
-    settings = load(str(tmp_path / "yaml" / "mine.yaml"), [*words, "data.val_data_paths=[]"]).settings
+    words += ["data.val_data_paths=[]", "runner.corridor=docs/judge.md"]
+    settings = load(str(tmp_path / "yaml" / "mine.yaml"), words).settings
     assert settings.rollout.model.model_path == f"{tmp_path}/user/model" and settings.data.val_data_paths == []
     beside = [f"{tmp_path}/yaml/a.jsonl", f"{tmp_path}/user/docs/judge.md", "nowhere.jsonl", "hf:a/b"]
-    assert settings.data.train_data_paths == beside
+    assert settings.data.train_data_paths == beside and settings.runner.corridor == beside[1]
     assert [phase.data_path for phase in settings.cold_start.phases] == beside[:1]
     assert settings.runner.output_dir == f"{tmp_path}/user/results"
     assert settings.runner.logger.log_path == f"{tmp_path}/user/results/{settings.runner.experiment_name}"
