@@ -64,7 +64,7 @@ def measure_parts(parts: Parts) -> None:
     parts.measure("token store", rollout_worker.RolloutWorker, "generate")
     for module, names in ((rollout_worker, ("pack",)), (reward_worker, ("pack", "unpack")), (server, ("unpack",))):
         parts.measure("hand-over", module, *names)
-    parts.measure("grading", own.Rewards, "grade", "_score")
+    parts.measure("grading", own.Rewards, "grade", "_math")
     parts.measure("grading", own.LocalReward, "serve")
     parts.measure("driver's groups", own.PhaseServer, "handle")
     parts.measure("resampling", own.Selection, "resample")
