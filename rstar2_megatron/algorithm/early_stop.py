@@ -20,7 +20,8 @@ def cut_rule(algorithm: AlgorithmSettings, share: float) -> Callable[[Sequence[T
     sampling = algorithm.down_sampling.down_sampling_config
     target = sampling.down_sample_to_n
     quotas = paper_quotas if sampling.mode == "paper" else released_quotas
-    known = algorithm.down_sampling.do_down_sampling and sampling.mode in ("paper", "released")
+    resamples = algorithm.down_sampling.do_down_sampling and sampling.mode in ("paper", "released")
+    is_known = resamples and not algorithm.trajectory_filters
 
     def kept(positives: int, negatives: int) -> int:
         """Positives that are trained on."""
@@ -29,7 +30,7 @@ def cut_rule(algorithm: AlgorithmSettings, share: float) -> Callable[[Sequence[T
     def may_cut(ended: Sequence[Trajectory], missing: int) -> bool:
         positives = sum(t.is_positive for t in ended)
         negatives = len(ended) - positives
-        if not known or algorithm.trajectory_filters or not positives or not negatives or len(ended) < target:
+        if not is_known or not positives or not negatives or len(ended) < target:
             return False
         now = kept(positives, negatives)
         extremes = kept(positives + missing, negatives), kept(positives, negatives + missing)

@@ -85,11 +85,12 @@ def resample_on_correct(
         raise ValueError(f"{len(groups)} groups but {len(seeds)} seeds")
     is_resampled = config.mode in ("paper", "released")
     measure = load_penalty(config.penalty or (config.mode if is_resampled else "paper"))
+    wanted = wanted or [[True] * len(group) for group in groups]
     results = []
-    for number, (group, seed) in enumerate(zip(groups, seeds)):
+    for group, seed, stays in zip(groups, seeds, wanted, strict=True):
         rewards = [_reward(t) for t in group]
         penalties = [measure(t) for t in group]
-        indices = [i for i in range(len(group)) if wanted is None or wanted[number][i]]
+        indices = [i for i in range(len(group)) if stays[i]]
         reason = _rejection([rewards[i] for i in indices], any(group[i].is_positive for i in indices), config)
         if reason is not Rejection.NONE:
             indices = []

@@ -109,7 +109,7 @@ class RolloutCoordinator:
         self.carried = carried
 
     def close(self) -> None:
-        """End the loops of the reward workers and the reading thread of this process."""
+        """End the loops of the reward workers."""
         self.end.close()
 
 
