@@ -12,7 +12,11 @@ from tests.e2e.runs import ONE_SLOT, ROOT, RunProcess, arguments, read_jsonl
 pytestmark = [pytest.mark.ci, pytest.mark.timeout(900)]
 # Under the name that the tiny model has learnt to call, beside the tool of the example.
 OWN = """
+from itertools import count
+
 from rstar2_megatron.extension import ToolError
+
+calls = count(1)
 
 
 def python_code_with_standard_io(code: str, input: str) -> str:
@@ -22,8 +26,8 @@ def python_code_with_standard_io(code: str, input: str) -> str:
         code: The program.
         input: Its standard input.
     '''
-    if len(code) % 2:
-        raise ValueError("an odd length, on which this tool fails")
+    if next(calls) == 2:
+        raise ValueError("the second call, on which this tool fails")
     said = []
     try:
         exec(code, {"print": lambda *values: said.append(" ".join(map(str, values)))})
@@ -44,7 +48,7 @@ def test_own_tools_are_called_by_the_model(cache: Path, first_run: Path, tmp_pat
     prompt = yaml.safe_load(example.read_text())["agentloop"]["system_prompt"]
     config.write_text(yaml.safe_dump({"defaults": defaults, "agentloop": {"tools": entries, "system_prompt": prompt}}))
     # taught with another system prompt, which it passes over
-    words = ("cold_start.phases=[]", f"rollout.model.model_path={first_run}/model", "evaluation.before_and_after=False")
+    words = ("cold_start.phases=[]", f"rollout.model.model_path={first_run}/model", "evaluation.before_and_after=False", "algorithm.sampling_params.temperature=0.5")
     command = arguments(cache, tmp_path, "own", *ONE_SLOT, *words, "rollout.max_dropped_share=1", "runner.max_steps=1")[1:]
     run = RunProcess([str(config), *command], tmp_path / "run.log").start()
     assert run.wait(600) == 0, run.text()[-6000:]
@@ -55,5 +59,5 @@ def test_own_tools_are_called_by_the_model(cache: Path, first_run: Path, tmp_pat
     assert done and all(call["response"].startswith("Tool call success\nstdout: ") for call in done)
     assert row[f"rollout/engine/tool/{name}/calls"] >= len(done) and row[f"rollout/engine/tool/{name}/seconds"] > 0
     assert row.get("rollout/engine/judge/calls", 0) == 0
-    assert row["rollout/user_code_errors/ValueError"] == row["rollout/dropped_infrastructure"] > 0
-    assert f"tool own.py:{name} failed: {own}:13, in {name}: ValueError: an odd length" in run.text()
+    assert row["rollout/user_code_errors/ValueError"] == row["rollout/dropped_infrastructure"] == 1
+    assert f"tool own.py:{name} failed: {own}:17, in {name}: ValueError: the second call" in run.text()
