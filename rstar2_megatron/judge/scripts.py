@@ -122,9 +122,9 @@ return tonumber(redis.call('GET', P..'queued') or '0')
 
 # ARGV: prefix, worker, number of jobs to lease, number of sessions it may open, seconds to keep an answer, number of jobs
 # leased before, then key and answer of each finished job. An answer from a worker that no longer owns the job is dropped.
-# Returns key and payload of each leased job. Calls of open sessions and stateless calls alternate, the latter between
-# clients. A call that opens a session comes after both, or all sessions would be opened before any has ended; every 16th
-# turn serves it first.
+# Returns key and payload of each leased job. On odd turns a stateless call goes first, of another client each time; on even
+# ones a call of an open session, then one that opens a session: were these first, all sessions would be opened before any
+# has ended. Every 16th turn serves them first all the same.
 EXCHANGE = """
 local P, worker, n, room, keep = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), ARGV[5]
 local before = tonumber(ARGV[6])

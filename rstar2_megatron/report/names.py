@@ -83,7 +83,7 @@ class Panel:
 
 # the words of --metrics; any other name of metrics.jsonl is a panel of its own
 PANELS: dict[str, Panel] = {
-    "pass-rate": Panel(PASS_RATE, "Pass rate (all rollouts)", "mean reward"),
+    "pass-rate": Panel(PASS_RATE, "Pass rate (all rollouts)", "share of right trajectories"),
     "reward": Panel(REWARD, "Reward (of the trajectories trained on)", "mean reward"),
     "length": Panel(LENGTH, "Response length (trained on)", "tokens, tool responses included", 0),
     "length-all": Panel(LENGTH_ALL, "Response length (all rollouts)", "tokens, tool responses included", 0),
@@ -125,7 +125,7 @@ COMPARABLE: dict[str, str] = {
     "it is not the pass rate, which only ours logs",
     LENGTH: "tokens of the response after resampling, tool responses included, in all three codes; a log that counts "
     "generated tokens only is lower",
-    PASS_RATE: "mean reward of every finished trajectory before rejection; not comparable to the reward of a code that "
+    PASS_RATE: "share of right trajectories among all finished ones before rejection; not comparable to the reward of a code that "
     "rejects or resamples; of a verl log without either it is critic/rewards/mean",
     "rollout/tool_error_ratio": "ours counts typed outcomes of all rollouts, calls that are no JSON included; rStar's verl "
     "counts the word error, after rejection; compare_with_verl.sh counts error responses in verl's rollouts",

@@ -135,7 +135,7 @@ class ToolRunner:
 
 
 def _draw(trajectory: Trajectory, call: ParsedCall) -> float:
-    """In [0, 1), by the place of the call alone: a turn that is repeated draws the same."""
+    """In [0, 1), by the place and arguments of the call alone: a turn that is repeated draws the same."""
     t = trajectory
     place = f"{t.query_id} {t.rollout_index} {t.oldest_version} {len(t.tool_calls)} {call.arguments}"
     return random.Random(place).random()

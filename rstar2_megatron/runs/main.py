@@ -25,8 +25,8 @@ bash run_rstar2.sh --ablate FILE [--arms NAME,NAME] [--seeds N,N] [key=value ...
   NAME            a file of config/ without .yaml, or a path to a YAML, relative to the working directory
                   (default {DEFAULT_CONFIG}); --config-path DIR --config-name NAME means DIR/NAME, as in RLinf's scripts
   key=value       Hydra overrides, e.g. runner.max_steps=10 actor.model.tensor_model_parallel_size=1
-                  paths of models, data and own code count from the YAML's folder, then from where you stand, then from the
-                  clone; runner.output_dir counts from where you stand
+                  paths of models, data and own code count from the YAML's folder, then from where you stand, those of models
+                  and data then from the clone; runner.output_dir counts from where you stand
   recipe=NAME     the stages of config/recipe/NAME.yaml (or of a path) one after the other: SFT, RL, filter, RL;
                   after a kill, the same command continues in the right stage
   --ablate FILE   the arms of FILE under its seeds and their comparison (docs/ablations.md); what is
