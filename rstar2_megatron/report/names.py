@@ -125,8 +125,8 @@ COMPARABLE: dict[str, str] = {
     "it is not the pass rate, which only ours logs",
     LENGTH: "tokens of the response after resampling, tool responses included, in all three codes; a log that counts "
     "generated tokens only is lower",
-    PASS_RATE: "share of right trajectories among all finished ones before rejection; not comparable to the reward of a code that "
-    "rejects or resamples; of a verl log without either it is critic/rewards/mean",
+    PASS_RATE: "share of right trajectories among all finished ones before rejection; not comparable to the reward of a code "
+    "that rejects or resamples; of a verl log without either it is critic/rewards/mean",
     "rollout/tool_error_ratio": "ours counts typed outcomes of all rollouts, calls that are no JSON included; rStar's verl "
     "counts the word error, after rejection; compare_with_verl.sh counts error responses in verl's rollouts",
     "rollout/tool_error_ratio_positive": "as rollout/tool_error_ratio, of trajectories with a positive reward",

@@ -48,8 +48,9 @@ def test_own_tools_are_called_by_the_model(cache: Path, first_run: Path, tmp_pat
     prompt = yaml.safe_load(example.read_text())["agentloop"]["system_prompt"]
     config.write_text(yaml.safe_dump({"defaults": defaults, "agentloop": {"tools": entries, "system_prompt": prompt}}))
     # taught with another system prompt, which it passes over
-    words = ("cold_start.phases=[]", f"rollout.model.model_path={first_run}/model", "evaluation.before_and_after=False", "algorithm.sampling_params.temperature=0.5")
-    command = arguments(cache, tmp_path, "own", *ONE_SLOT, *words, "rollout.max_dropped_share=1", "runner.max_steps=1")[1:]
+    words = ("cold_start.phases=[]", f"rollout.model.model_path={first_run}/model", "evaluation.before_and_after=False")
+    more = ("algorithm.sampling_params.temperature=0.5", "rollout.max_dropped_share=1", "runner.max_steps=1")
+    command = arguments(cache, tmp_path, "own", *ONE_SLOT, *words, *more)[1:]
     run = RunProcess([str(config), *command], tmp_path / "run.log").start()
     assert run.wait(600) == 0, run.text()[-6000:]
     run.assert_nothing_left()
