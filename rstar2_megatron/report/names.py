@@ -83,7 +83,7 @@ class Panel:
 
 # the words of --metrics; any other name of metrics.jsonl is a panel of its own
 PANELS: dict[str, Panel] = {
-    "pass-rate": Panel(PASS_RATE, "Pass rate (all rollouts)", "share of right trajectories"),
+    "pass-rate": Panel(PASS_RATE, "Pass rate (all rollouts)", "mean reward"),
     "reward": Panel(REWARD, "Reward (of the trajectories trained on)", "mean reward"),
     "length": Panel(LENGTH, "Response length (trained on)", "tokens, tool responses included", 0),
     "length-all": Panel(LENGTH_ALL, "Response length (all rollouts)", "tokens, tool responses included", 0),
