@@ -181,17 +181,17 @@ def problem_of(row: dict[str, Any], where: str, prompt_key: str, answer_key: str
     solutions = answers if isinstance(answers, list) else [answers]
     extra = {key: value for key, value in row.items() if key not in known}
     try:
-        fault = unreadable(json.dumps(extra, ensure_ascii=False))
+        text = json.dumps(extra, ensure_ascii=False)
     except (TypeError, ValueError) as error:
         raise DataError(f"{where}: a column is no JSON ({error}); leave it out, or map it by data.rows") from None
-    if fault:
+    if fault := unreadable(text):
         raise DataError(f"{where}: the row has {fault}")
     return Problem(
         query_id=_text(given.get("query_id", default_id), where, "query_id"),
         prompt=_messages(_listed(row[prompt_key]), where, prompt_key),
         solutions=[_text(answer, where, answer_key, "a non-empty list of answers, ") for answer in solutions or [[]]],
         task=_text(given.get("task", "math"), where, "task"),
-        extra=extra,
+        extra=json.loads(text),  # as a file would have it, without classes of the user's
     )
 
 
@@ -212,7 +212,7 @@ def _listed(value: Any) -> Any:
 def _text(value: Any, where: str, key: str, expected: str = "") -> str:
     if not exact_number(value) and not (isinstance(value, str) and value.strip()):
         raise DataError(f"{where}: {key!r} must be {expected}a text or an exact number, got {value!r}")
-    return _readable(str(value), where, key, _IN_ANSWER)
+    return _readable(str.__str__(value) if isinstance(value, str) else str(value), where, key, _IN_ANSWER)
 
 
 def _readable(text: str, where: str, key: str, controls: re.Pattern[str] = _CONTROL) -> str:
@@ -232,7 +232,7 @@ def _messages(prompt: Any, where: str, key: str) -> list[dict[str, str]]:
             role, text = role_and_text(raw)
         except ValueError as error:
             raise DataError(f"{where}: message {number} of {key!r} {error}") from None
-        messages.append({"role": role, "content": _readable(text, where, key)})
+        messages.append({"role": role, "content": _readable(str.__str__(text), where, key)})
     said = [message["content"] for message in messages if message["role"] == "user"]
     if not said:
         raise DataError(f"{where}: {key!r} has no user message")

@@ -7,6 +7,7 @@ A package must be installed on every node.
 from __future__ import annotations
 
 import ast
+import asyncio
 import difflib
 import hashlib
 import importlib
@@ -158,8 +159,17 @@ class UserCode(BaseModel):
             if code.co_filename in paths:
                 inside = "" if code.co_name == "<module>" else f", in {code.co_name}"
                 place = f"{code.co_filename}:{line}{inside}: "
-        text = " ".join(str(error).split())
+        try:
+            text = " ".join(str(error).split())
+        except Exception:  # its own `__str__` fails
+            text = ""
         return f"{place}{type(error).__name__}{': ' + text if text else ''}"
+
+
+def is_cancelled() -> bool:
+    """Whether the running task is asked to end. Without that, a CancelledError comes from the user's own tasks."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def all_user_code(value: Any, key: str = "") -> Iterator[tuple[str, UserCode]]:

@@ -10,10 +10,10 @@ Both may be async. A dict has `score`; its other numbers are logged by their nam
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from numbers import Real
 from typing import Any
 
@@ -58,7 +58,8 @@ class OwnReward:
             ) from None
 
     def __call__(self, problem: Problem, trajectory: Trajectory) -> Any:
-        """What the function returns, or its awaitable."""
+        """What the function returns, or its awaitable. It may change the problem: it gets a copy."""
+        problem = copy.deepcopy(problem)
         if not self.is_verls:
             return self.function(problem, trajectory, **self.arguments)
         row = verl_columns(problem)
@@ -76,15 +77,21 @@ class OwnReward:
         return self.function(**{name: row[name] for name in self._given}, **self.arguments)
 
     def grade(self, returned: Any) -> Grade:
-        """Read a returned value. Raises TypeError or ValueError for what is no finite number."""
+        """Read a returned value. Raises TypeError or ValueError for what is no finite number, or no text.
+
+        The grade is of plain types alone, because other processes have no classes of the user's.
+        """
         if isinstance(returned, Grade):
-            return replace(returned, reward=_number(returned.reward, "reward"))
+            answer = None if returned.answer is None else _text(returned.answer, "answer")
+            others = {str(name): _number(value, str(name)) for name, value in returned.others.items()}
+            told = (_text(getattr(returned, name), name) for name in ("failure", "kind"))
+            return Grade(_number(returned.reward, "reward"), _text(returned.detail, "detail"), answer, others, *told)
         if isinstance(returned, Mapping):
             if "score" not in returned:
                 raise ValueError(f"returned a dict without 'score'; it has {', '.join(map(str, returned)) or 'nothing'}")
-            numbers = {str(name): float(value) for name, value in returned.items() if isinstance(value, Real)}
-            numbers.pop("score", None)
-            return Grade(_number(returned["score"], "score"), others=numbers)
+            values = {str(name): _scalar(value) for name, value in returned.items()}
+            numbers = {name: _number(value, name) for name, value in values.items() if isinstance(value, Real)}
+            return Grade(_number(values["score"], "score"), others={n: v for n, v in numbers.items() if n != "score"})
         return Grade(_number(returned, "value"))
 
     def failed(self, error: BaseException) -> Grade:
@@ -92,9 +99,7 @@ class OwnReward:
 
 
 def _number(value: Any, name: str) -> float:
-    item = getattr(value, "item", None)  # of numpy and torch
-    if callable(item) and not isinstance(value, Real):
-        value = item()
+    value = _scalar(value)
     if not isinstance(value, Real):
         raise TypeError(
             f"returned a {name} of type {type(value).__name__}; a reward is a number, a dict with 'score', or a Grade"
@@ -102,6 +107,22 @@ def _number(value: Any, name: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"returned the {name} {value}; a reward is finite")
     return float(value)
+
+
+def _scalar(value: Any) -> Any:
+    """The Python number of a scalar of numpy or torch; anything else as it is."""
+    if isinstance(value, Real) or not callable(getattr(value, "item", None)):
+        return value
+    try:
+        return value.item()
+    except Exception:  # of more than one element
+        return value
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str | Real):
+        raise TypeError(f"returned a {name} of type {type(value).__name__}; it is a text")
+    return str.__str__(value) if isinstance(value, str) else str(value)
 
 
 def verl_columns(problem: Problem) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
+from rstar2_megatron.extension.user_code import is_cancelled
 from rstar2_megatron.reward.own import OwnReward
 from rstar2_megatron.reward.pool import Grade
 from rstar2_megatron.reward.process import GradingProcess, GradingProcesses
@@ -103,12 +104,14 @@ class AsyncCaller:
                 try:
                     async with limit:
                         returned = await function(*item)
-                except (Exception, SystemExit) as error:  # SystemExit would end the thread with every later grade
+                except BaseException as error:  # SystemExit would end the thread with every later grade
+                    if is_cancelled():
+                        raise
                     grade = self._late(function) if limit.expired() else function.failed(error)
                 else:
                     try:
                         return function.grade(returned)
-                    except (TypeError, ValueError) as error:  # another attempt would return the like
+                    except Exception as error:  # another attempt would return the like
                         return function.failed(error)
             return grade
 

@@ -71,7 +71,12 @@ class Rewards:
         t.grade_detail = next((g.detail for g in grades if g.detail), "positive" if t.positive else "negative")
         t.answer = next((g.answer for g in grades if g.answer is not None), None)
         if self._own or len(grades) > 1:
-            t.reward_terms = {name: value for grade in grades for name, value in grade.others.items()}
+            several = len(grades) > 1
+            t.reward_terms = {
+                f"{term.name}/{name}" if several else name: value
+                for term, grade in zip(self._terms, grades)
+                for name, value in grade.others.items()
+            }
             t.reward_terms |= {term.name: grade.reward for term, grade in zip(self._terms, grades)}
 
     def close(self) -> None:

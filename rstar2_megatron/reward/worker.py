@@ -92,7 +92,7 @@ def _own(named: Mapping[str, tuple[UserCode, dict[str, Any]]], memory_mb: int) -
         for problem, trajectory in items:
             try:
                 grade = function.grade(function(problem, trajectory))
-            except (Exception, SystemExit) as error:
+            except BaseException as error:  # whatever it is, it belongs to the call
                 grade = function.failed(error)
             yield pickle.dumps(grade)
 

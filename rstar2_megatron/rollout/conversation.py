@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import math
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rstar2_megatron.extension.user_code import UserCode, UserCodeError
+from rstar2_megatron.extension.user_code import UserCode, UserCodeError, is_cancelled
 from rstar2_megatron.rollout.dialogue import Dialogue, Left
 from rstar2_megatron.rollout.user_call import TookTooLong, call_user
 from rstar2_megatron.settings.schema import AgentLoopSettings
@@ -63,6 +64,7 @@ class Conversations:
         """deadline: of the trajectory, by `time.monotonic`."""
         if self._code is None:
             return Conversation(problem, _call_tools)
+        problem = copy.deepcopy(problem)  # the user's code may change it, and other trajectories have the same
         user = _UsersCode(self._code, self._settings.environment_timeout_s, deadline)
         if self._settings.environment is None:
             return Conversation(problem, functools.partial(_own_loop, user, self._target, problem), user.label)
@@ -101,7 +103,11 @@ async def _play(user: _UsersCode, step: Callable[[str], Any], dialogue: Dialogue
 async def _own_loop(user: _UsersCode, loop: Callable[..., Awaitable[Any]], problem: Problem, dialogue: Dialogue) -> None:
     try:
         reward = await loop(problem, dialogue)
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        if isinstance(error, BaseExceptionGroup) and error.subgroup(Left):  # of an asyncio.TaskGroup
+            raise Left from error
+        if isinstance(error, Left) or is_cancelled():
+            raise
         raise user.failed(error) from error
     if reward is not None:
         dialogue.reward = reward
@@ -140,7 +146,7 @@ class _UsersCode:
         if not isinstance(value, str):
             kind = type(value).__name__
             raise UserCodeError(f"{self.label}: {method} returned an observation of type {kind}, not a text")
-        return value
+        return str.__str__(value)  # without a class of the user's, which other processes do not know
 
     def flag(self, value: Any, name: str) -> bool:
         if not isinstance(value, bool | np.bool_):
@@ -166,8 +172,8 @@ def _step(returned: Any, user: _UsersCode) -> tuple[Any, float, bool]:
 def _finite(value: Any, where: str) -> float:
     """Raises UserCodeError, which begins with `where`, for what is no finite number."""
     try:
-        number = float(value)
-    except (TypeError, ValueError):
+        number = math.nan if isinstance(value, str) else float(value)
+    except Exception:  # of a type of numpy or torch, or an integer beyond all floats
         number = math.nan
     if not math.isfinite(number):
         raise UserCodeError(f"{where} gave the reward {reprlib.repr(value)}, which is no finite number")

@@ -160,6 +160,7 @@ class Dialogue:
             )
         if not isinstance(text, str):
             raise self._misused(f"append takes a text, got {type(text).__name__}")
+        text = str.__str__(text)  # without a class of the user's, which other processes do not know
         self._answered = True
         self._next = self._turns.template.user_turn_ids(text)
         observations = self._trajectory.observations

@@ -232,6 +232,27 @@ def test_rows_are_mapped_by_the_users_function(tmp_path: Path) -> None:
         read_problems([path], changed)
 
 
+ENUMS = """
+from enum import Enum, IntEnum
+
+class Level(IntEnum):
+    HARD = 2
+
+class Kind(str, Enum):
+    SUM = "sum"
+
+def row(row):
+    return {"prompt": Kind.SUM, "solutions": [Kind.SUM], "task": Kind.SUM, "level": Level.HARD, "kind": Kind.SUM}
+"""
+
+
+def test_rows_hold_no_classes_of_the_users(tmp_path: Path) -> None:
+    """Other processes do not know them."""
+    (problem, *_) = read_problems([write_rows(tmp_path / "a.jsonl", ROWS)], own(tmp_path, ENUMS))
+    values = [problem.prompt[0]["content"], *problem.solutions, problem.task, *problem.extra.values()]
+    assert values == ["sum", "sum", "sum", 2, "sum"] and [type(v) for v in values] == [str, str, str, int, str]
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -18,7 +18,7 @@ from rstar2_megatron.settings.schema import RewardSettings
 from rstar2_megatron.trajectory import FinishReason, Problem, ToolCall, ToolOutcome, Trajectory
 
 FUNCTIONS = """
-import asyncio, os, time
+import asyncio, enum, os, time
 import numpy as np
 from rstar2_megatron.reward.pool import Grade
 
@@ -47,6 +47,15 @@ async def flaky(problem, trajectory):
 async def slow_service(problem, trajectory): await asyncio.sleep(60)
 async def blocking(problem, trajectory): time.sleep(60)
 async def leaving(problem, trajectory): raise SystemExit(2)
+async def forgotten(problem, trajectory):
+    late = asyncio.create_task(asyncio.sleep(9))
+    late.cancel()
+    await late
+class TimedOut(BaseException):
+    def __str__(self): raise RuntimeError("no text")
+async def timed_out(problem, trajectory): raise TimedOut
+async def huge(problem, trajectory): return 10**400
+async def pair(problem, trajectory): return np.array([0.5, 1.0])
 async def failing(problem, trajectory): return float(problem.extra["no such column"])
 
 def by_index(problem, trajectory):
@@ -60,6 +69,25 @@ def by_index(problem, trajectory):
         case 7: return {"reward": 1.0}
         case 8: raise SystemExit(2)
     return 0.5
+
+class Why(str, enum.Enum):
+    GOOD = "good"
+
+def graded(problem, trajectory):
+    return Grade(np.float32(0.5), Why.GOOD, 42, {"x": np.float32(0.25)})
+
+def changing(problem, trajectory):
+    problem.solutions.append("43")
+    problem.prompt[-1]["content"] += "!"
+    return {"score": len(problem.solutions) + len(problem.prompt[-1]["content"]), "sure": np.bool_(True)}
+
+def by_kind(problem, trajectory):
+    match trajectory.rollout_index:
+        case 0: raise TimedOut
+        case 1: return Grade(1.0, others={"x": lambda: 1})
+        case 2: return Grade(1.0, others=None)
+        case 3: return Grade(1.0, ["why"])
+        case 4: return {"score": 1.0, "similarity": float("nan")}
 
 def no_arguments(): return 0.0
 three = 3
@@ -179,6 +207,33 @@ async def test_each_failure_drops_its_trajectory_with_the_reason(make: Any, tmp_
     assert "returned a value of type str" in failed[6][1]
     assert "without 'score'; it has reward" in failed[7][1]
     assert all(t.reward is None and t.finish_reason is FinishReason.INFRASTRUCTURE for t in every if not t.usable)
+
+
+async def test_what_a_function_returns_becomes_plain(make: Any) -> None:
+    """Its own classes are unknown in the other processes; numbers of numpy are no JSON."""
+    (t,) = await graded(make(function="mine.py:graded"), attempt())
+    assert (t.reward, t.grade_detail, t.answer) == (0.5, "good", "42") and t.reward_terms == {"graded": 0.5, "x": 0.25}
+    assert [type(v) for v in (t.reward, t.grade_detail, t.answer, t.reward_terms["x"])] == [float, str, str, float]
+
+
+async def test_a_function_may_change_the_problem(make: Any) -> None:
+    terms = [{"name": name, "function": "mine.py:changing"} for name in ("one", "two")]
+    for t in await graded(make(terms=terms), attempt(), attempt(1), attempt(2)):
+        assert t.reward_terms == {"one": 4.0, "two": 4.0, "one/sure": 1.0, "two/sure": 1.0}
+    assert PROBLEM.solutions == ["42"] and PROBLEM.prompt[-1]["content"] == "?"
+
+
+async def test_whatever_a_function_raises_or_returns_drops_its_trajectory_alone(make: Any) -> None:
+    every = await graded(make(function="mine.py:by_kind"), *(attempt(i) for i in range(5)))
+    assert [t.user_error for t in every] == ["TimedOut", "TypeError", "AttributeError", "TypeError", "ValueError"]
+    assert every[1].error.endswith("a reward is a number, a dict with 'score', or a Grade")
+    assert "returned the similarity nan" in every[4].error
+    for name, kind in (
+        ("forgotten", "CancelledError"), ("timed_out", "TimedOut"), ("huge", "OverflowError"), ("pair", "TypeError"),
+    ):  # fmt: skip
+        async with asyncio.timeout(30):
+            (t,) = await graded(make(function=f"mine.py:{name}", function_retries=0), attempt())
+        assert (t.user_error, t.reward) == (kind, None) and "mine.py" in t.error
 
 
 async def test_async_functions_are_tried_again(make: Any) -> None:

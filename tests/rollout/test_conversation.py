@@ -30,7 +30,7 @@ from tests.rollout.written import (
 )
 
 USERS = """
-import asyncio, random, time
+import asyncio, enum, random, time
 
 class Game:
     '''Guess the number: higher or lower.'''
@@ -66,11 +66,22 @@ class Faulty:
         if self.how == "nan": return "", float("nan"), True
         if self.how == "bytes": return b"board", 0.0, False
         if self.how == "exit": raise SystemExit(1)
+        if self.how == "huge": return "", 10**400, True
+        if self.how == "text": return "", "0.5", True
         if self.how == "word": return "", 1.0, "False"
         if self.how == "swapped": return "", True, 0.5
         if self.how == "vector": return "", 1.0, __import__("numpy").array([True, False])
         if self.how == "four": return "", 1.0, False, True
         if self.how == "info": return "", 1.0, False, {"board": 1}, {}
+
+class Word(str, enum.Enum):
+    GO = "go"
+
+class Changing:
+    def reset(self, problem):
+        problem.prompt[-1]["content"] += " Hint."
+        return Word.GO
+    def step(self, text): return Word.GO, 0.0, False
 
 class NoStep:
     def reset(self, problem): ...
@@ -101,6 +112,19 @@ async def failing(problem, dialogue):
 async def leaving(problem, dialogue):
     await dialogue.generate()
     raise SystemExit(3)
+async def forgotten(problem, dialogue):
+    await dialogue.generate()
+    late = asyncio.create_task(asyncio.sleep(9))
+    late.cancel()
+    await late
+async def grouped(problem, dialogue):
+    while True:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(dialogue.generate())
+        dialogue.append("go on")
+async def said(problem, dialogue):
+    await dialogue.generate()
+    return "0.5"
 async def misspelt(problem, dialogue):
     await dialogue.generate()
     await dialogue.call_tool("python_code", {"code": "1"})
@@ -188,6 +212,16 @@ async def test_control_tokens_of_an_environment_open_no_turn(tokenizer: Any, tmp
     assert texts(tokenizer, t)[1][1] == f"\n<|im_start|>user\n< |im_end|>< |im_start|>assistant{SPACE}"
 
 
+async def test_an_environment_changes_its_own_copy_of_the_problem_and_answers_in_plain_text(tokenizer: Any, code: Any) -> None:
+    loop = make_loop(tokenizer, ["a"], environment=code("Changing"), max_assistant_turns=2)
+    prompts = []
+    for index in range(2):
+        t = await loop.run(PROBLEM, index)
+        prompts.append(tokenizer.decode(t.prompt_ids))
+        assert t.opening == "go" and type(t.opening) is str and {type(text) for text in t.observations} <= {str}
+    assert prompts[0] == prompts[1] and prompts[0].count(" Hint.\n\ngo<") == 1
+
+
 async def test_tools_and_environment_take_turns(tokenizer: Any, code: Any) -> None:
     judge = WrittenJudge()
     t, _ = await run(tokenizer, [call(), "it is 9", call(), "so 7"], judge, environment=code("Game"))
@@ -249,6 +283,8 @@ async def test_limits_end_a_loop_whatever_it_catches(tokenizer: Any, code: Any) 
     t, _ = await run(tokenizer, ["more"], loop=code("endless"), max_assistant_turns=99, max_new_tokens=150)
     assert t.finish_reason in (FinishReason.TOOL_RESPONSE_TOO_LONG, FinishReason.LENGTH_LIMIT)
     assert len(t.response_ids) <= 150
+    t, _ = await run(tokenizer, ["more"], loop=code("grouped"), max_assistant_turns=3)
+    assert (t.finish_reason, t.num_turns) == (FinishReason.TURN_LIMIT, 3)
     t, _ = await run(tokenizer, [("more " * 400, "length")], loop=code("checked"), max_new_tokens=100)
     assert (t.finish_reason, t.environment_reward) == (FinishReason.LENGTH_LIMIT, 0.0)  # not dropped: it earned nothing
 
@@ -263,6 +299,8 @@ async def test_limits_end_a_loop_whatever_it_catches(tokenizer: Any, code: Any) 
         ("two", "UserCodeError", "step returned tuple; it returns (observation, reward, done)"),
         ("none", "UserCodeError", "step returned NoneType"),
         ("nan", "UserCodeError", "step gave the reward nan, which is no finite number"),
+        ("huge", "UserCodeError", "step gave the reward 1000"),
+        ("text", "UserCodeError", "step gave the reward '0.5', which is no finite number"),
         ("word", "UserCodeError", "step returned done='False'; it is True or False"),
         ("swapped", "UserCodeError", "step returned done=0.5; it is True or False"),
         ("vector", "UserCodeError", "step returned done=array([ True, False]); it is True or False"),
@@ -289,6 +327,8 @@ async def test_failures_of_an_environment_drop_with_the_reason(
         ("early", "append answers a turn, and there is none yet"),
         ("failing", "in failing: KeyError: 'score'"),
         ("leaving", "in leaving: SystemExit: 3"),
+        ("forgotten", "in forgotten: CancelledError"),
+        ("said", "the loop gave the reward '0.5', which is no finite number"),
         ("misspelt", "There is no tool 'python_code'. Known tools: \"python_code_with_standard_io\"."),
         ("unfilled", 'call_tool cannot run this call: python_code_with_standard_io needs the argument "code".'),
         ("worded", "the loop gave the reward 'good', which is no finite number"),
