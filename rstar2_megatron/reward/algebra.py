@@ -23,6 +23,7 @@ _SYMBOL = re.compile(
 )  # the last: an accent, a subscript, f(x)
 _BRACKETS = {"(": ")", "[": "]", "{": "}", "\\{": "\\}", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil", "|": "|)"}
 _MEANING = {"\\lfloor": sympy.floor, "\\lceil": sympy.ceiling, "|": sympy.Abs}
+_STEPS = (sympy.floor, sympy.ceiling)  # of k, m and n, which are integers beside them
 _SIGNS = ("+", "-", "\\cdot", "/")
 _AFTER_TERM = frozenset(["", "+", "-", ",", "\\choose", *_BRACKETS.values()])
 _SEVERAL = {"max": sympy.Max, "min": sympy.Min, "gcd": sympy.igcd, "lcm": sympy.ilcm}
@@ -32,6 +33,9 @@ _DIGITS = 30  # of the first comparison
 _MAX_DIGITS = 6000  # of the last: 1/1500! begins with 4114 zeros
 _POINTS = [[sympy.Rational(sign * (7 * i + 31), 6 * i + 17 + sign) for i in range(8)] for sign in (1, -1)]
 _POINTS.append([pair[i % 2] for i, pair in enumerate(zip(*_POINTS))])
+# far from these, because floors, absolute values and maxima are constant or linear among them
+_POINTS += [[sympy.Rational(sign * (5 * i + 13), d) for i in range(8)] for sign, d in ((1, 1), (-1, 1), (1, 3))]
+_INTEGERS = [[sympy.Integer(5 * i + first) for i in range(8)] for first in (*range(12, 18), 50)]
 
 
 class Unreadable(ValueError):
@@ -42,7 +46,7 @@ def compare(a: str, b: str, sign: str) -> bool | None:
     """Whether a = b or, with the sign of a relation, whether `a sign 0` and `b sign 0` are multiples; None when unread."""
     try:
         x, y = read(a), read(b)
-        if not sign:
+        if not sign or not x.free_symbols:
             return same_value(x, y)
         at = dict(zip(sorted(x.free_symbols | y.free_symbols, key=str), _POINTS[0]))
         c, d = x.subs(at), y.subs(at)
@@ -73,11 +77,11 @@ class _Reader:
                 raise Unreadable(word)
             if token == "|" and self.tokens.count("|") > self.tokens.count("|)"):
                 word = "|)"
-            elif token == "|" and not (before.isdigit() or before in _SIGNS or before in _BRACKETS):
+            elif token == "|" and not (before.isdigit() or before in _SIGNS or before in _BRACKETS or before[1:] in FUNCTIONS):
                 raise Unreadable("|a|b|")
             self.tokens += word if word.isalpha() else [word]
         for token, after in zip(self.tokens, self.tokens[1:]):
-            if (token == "d" and after[-1].isalpha()) or (token in "fghFGHPQ" and after == "("):
+            if (token == "d" and after[-1].isalpha() and after[1:] not in FUNCTIONS) or (token in "fghFGHPQ" and after == "("):
                 raise Unreadable("a differential, or a function's value")
 
     @property
@@ -120,7 +124,9 @@ class _Reader:
     def _ends(self, value: Any) -> bool:
         """Whether digits may follow: 5!2, (n-1)2^n."""
         before = self.tokens[self.at - 1]
-        return before == "!" or (before == ")" and bool(value.free_symbols))
+        return before == "!" or (
+            bool(value.free_symbols) and (before == ")" or self.tokens[self.at + 1 : self.at + 2] == ["^"])
+        )
 
     def factor(self) -> Any:
         whole, start = self.token.isdigit(), self.at + 1
@@ -224,9 +230,12 @@ def same_value(a: Any, b: Any) -> bool:
     if a.is_infinite or b.is_infinite or (a.is_Rational and b.is_Rational):
         return False
     symbols = sorted(a.free_symbols | b.free_symbols, key=str)
-    points = [dict(zip(symbols, point)) for point in (_POINTS if symbols else [[]])]
+    counts = (a.has(*_STEPS) or b.has(*_STEPS)) and {symbol.name for symbol in symbols} <= {"k", "m", "n"}
+    points = [dict(zip(symbols, point)) for point in ((_INTEGERS if counts else _POINTS) if symbols else [[]])]
     pairs = [(a.evalf(_DIGITS, subs=at), b.evalf(_DIGITS, subs=at)) for at in points]
     pairs = [(x, y) for x, y in pairs if x.is_number and y.is_number and x.is_finite and y.is_finite]
+    if not (a.has(S.ImaginaryUnit) or b.has(S.ImaginaryUnit)):  # where neither is real, neither was meant
+        pairs = [(x, y) for x, y in pairs if x.is_real or y.is_real]
     if not pairs:
         raise Unreadable(f"{a} or {b} has no value")
     for x, y in pairs:

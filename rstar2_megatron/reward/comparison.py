@@ -20,6 +20,7 @@ _RELATIONS = ("=", "<", ">", "\\le", "\\ge", "\\ne", "\\in")
 _NAME = (  # x, \angle ABC, AB, \alpha, a_{n}, f(x), \text{cost}; \sin A, |AB|, \vec{a} \cdot \vec{b}, m + n, AB : BC
     rf"(?:[a-zA-Z]|\\angle [A-Z]{{1,3}}|[A-Z]{{2,3}}|\\(?!infty|pi)[a-z]+|\S+\{{\S+\}}|[a-zA-Z]\(\S*\)|{UPRIGHT}\w+|"
     r"\\(?:sin|cos|tan) (?:[A-Z]|\\angle [A-Z]{1,3}|\\[a-z]+)|\| (?:z|[A-Z]{2}|\\vec\{\w+\}) \||"
+    r"[a-z](?: \^ \{ - 1 \}|(?: ')+)(?: \( \w \))?|\\frac \{ d\w? \} \{ d\w \}|\\frac \{ [A-Z]{2} \} \{ [A-Z]{2} \}|"
     r"\\vec\{\w+\} \\cdot \\vec\{\w+\}|[a-z](?: \+ [a-z])+|[A-Z]{2} : [A-Z]{2}|[a-z](?: : [a-z])+)"
 )
 _SIDE = r"(?:(?!\\[lg]e )[^<>=])+"
@@ -58,7 +59,7 @@ _UNIT_RULES = [
     (r"(\w+) squared", r"\1 ^ 2"), (r"(\w+) cubed", r"\1 ^ 3"), ("squared|cubed", "?"), (r"(\w+) \^ -(?:1 |1$)", r"/ \1"),
     (r"(\w+) \^ -(\d)", r"/ \1 ^ \2"),
 ]  # fmt: skip
-_UNIT = re.compile(r"(?:%|[a-z]{2,}|[mghslcfnjvwa])(?: (?:/ )?(?:[a-z]{2,}|[mghslcfnjvwa])| \^ \d)*")
+_UNIT = re.compile(r"(?:%|[a-zA-Z]{2,}|[mghslcfnjvwa])(?: (?:/ )?(?:[a-zA-Z]{2,}|[mghslcfnjvwa])| \^ \d)*")
 _SYMBOLS = {
     word: symbol
     for symbol, words in {
@@ -66,15 +67,17 @@ _SYMBOLS = {
         "yd": "yard", "mi": "mile", "mg": "milligram", "g": "gram", "kg": "kilogram", "lb": "pound", "ml": "milliliter",
         "l": "liter L", "s": "sec second", "min": "minute", "h": "hr hour", "deg": "degree \\deg", "c": "celsius C",
         "f": "fahrenheit F", "n": "newton N", "j": "joule J", "v": "volt V", "w": "watt W", "a": "ampere amp A", "hz": "hertz",
+        "oz": "ounce", "gal": "gallon", "yr": "year", "rad": "radian",
     }.items()
     for word in words.split()
 }  # fmt: skip
-_OTHERS = "sq cu per dm euro yen cent day week year ton oz rad unit mph kph way"  # longer words are units by their look
+_OTHERS = "sq cu per dm euro yen cent day week ton unit mph kph way"  # longer words are units by their look
 _SHORT = frozenset(_OTHERS.split()) | set(_SYMBOLS.values())
 _NO_UNIT_WORDS = f"""
 not nor to but if when than then more less most least only about around over under between above below negative dozen gross pair
 score half halve third quarter th st nd rd plus minus divided multiplied of mod modulo base factorial root infinity none no is
-are equal even odd other any all wrong right false true correct incorrect permille promille ppm {NUMBER_WORDS}
+are equal even odd other any all wrong right false true correct incorrect permille promille ppm kilo lakh crore
+pi bn doubled inverse impossible upwards {NUMBER_WORDS}
 """
 _NO_UNITS = frozenset(_NO_UNIT_WORDS.split())
 _NUMERAL = re.compile(  # million, thirteen, fifty, and parts: eighths, thousandths
@@ -167,6 +170,8 @@ class Comparison:
         if len(elements) > 1:
             named = [self.named(element) for element in elements]
             first, names, values = named[0][0], {name for name, _ in named}, [value for _, value in named]
+            if "or" in joints and len(names) > 1 and "" not in names:  # x = 0 or y = 0
+                return " or ".join(sorted(names)), f"\\{{ {' , '.join(elements)} \\}}"
             if len(names) == len(named) and "" not in names:  # x = 1, y = 2
                 return " , ".join(sorted(names)), f"( {' , '.join(value for _, value in sorted(named))} )"
             if not first or not names <= {first, ""} or any(not name and _conditions(value) for name, value in named):
@@ -189,6 +194,8 @@ class Comparison:
         if signs and set(signs) <= {">", "\\ge"}:
             turned = " ".join(token for pair in zip(sides[::-1], [*signs[::-1], ""]) for token in pair)
             return self.named(turned.replace(">", "<").replace("\\ge", "\\le").strip())
+        if len(sides) > 2 and set(signs) == {"="} and all(re.fullmatch(_NAME, side) for side in sides[:-1]):  # x = y = 1
+            return self.named(" , ".join(f"{side} = {sides[-1]}" for side in sides[:-1]))
         equal = set(signs) == {"="} and all(self.same(side, sides[-1]) for side in sides[1:])
         for name, value in ((sides[0], sides[-1]), (sides[-1], sides[0]))[: 1 + (signs == ["="])]:
             simple = re.fullmatch(rf"{_NAME}|\( {_NAME}(?: , {_NAME})* \)", name) and name not in value.split()
@@ -232,6 +239,8 @@ def _parts(text: str) -> tuple[str, list[str]]:
         elements = _split(" ".join(inner), _JOINTS)[0]
         if opening == "\\{":
             return "{}", [reading for element in elements for reading in _readings(element)]
+        if opening == "(" and len(points := _readings(text)) > 1:  # (\pm 2, 0)
+            return ",", points
         if opening == "[" or len(elements) > 1:
             return opening + closing, elements
     readings = _readings(text)
@@ -285,8 +294,10 @@ def choice(text: str) -> tuple[str, str] | None:
 
 def _words(text: str) -> list[str]:
     """The words of a text answer ("Monday", "no solution"); empty for anything else."""
-    words = re.findall("[a-z]+", text.casefold()) if _WORDS.fullmatch(text) and "and" not in text.split() else []
-    words = [word for word in words if word not in ("a", "an", "the")]
+    is_text = _WORDS.fullmatch(text) and "and" not in text.split() and text[0] != "-"
+    words = re.findall("[a-z]+", text.casefold()) if is_text else []
+    articles = ("a", "an", "the")  # before a word: the A of "Plan A" is none
+    words = [word for word, after in zip(words, [*words[1:], ""]) if word not in articles or not after]
     return words if max(map(len, words), default=0) >= 3 else []
 
 
@@ -343,6 +354,8 @@ def _unit(text: str) -> str:
 def _name(word: str) -> str:
     """One name for a unit, `h` for `hours` and `hrs`."""
     if len(word) > 1:
-        word = re.sub("(?<=met|lit)re", "er", word.lower())
+        low = word.lower()
+        word = low if len(word) > 3 or low in _SHORT else word  # MW is no mW
+        word = re.sub("(?<=met|lit)re", "er", word)
         word = word[:-1] if len(word) > 2 and word[-1] == "s" and word != "celsius" else word
     return _SYMBOLS.get(word, word)

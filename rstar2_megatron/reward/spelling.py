@@ -32,9 +32,11 @@ _SAME = {
     "\\to": "\\rightarrow \\longrightarrow", "\\Rightarrow": "\\implies \\Longrightarrow", "\\emptyset": "\\varnothing",
     "\\pmod": "\\mod \\bmod mod", "=": "\\equiv ≡",
     "\\ldots": "\\dots \\cdots \\dotsc \\dotsb ...", "\\setminus": "\\backslash \\smallsetminus", ",": "; where for with",
-    "and": "\\land \\wedge", "or": "\\lor \\vee", "dollar": "\\$ $", "euro": "€", "pound": "£",
+    "\\infty": "infinity inf oo", "\\tan": "tg \\tg", "\\cot": "ctg \\ctg", "\\arctan": "arctg \\arctg", "\\arccot": "arcctg",
+    "and": "\\land \\wedge 且 和", "or": "\\lor \\vee 或", "dollar": "\\$ $", "euro": "€", "pound": "£",
     "yen": "¥ ￥", "cent": "¢",
 }  # fmt: skip
+_GREEK_WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "theta", "lambda", "sigma", "omega", "pi"]  # as tools print them
 _ALIASES = {other: token for token, others in _SAME.items() for other in others.split()}
 _POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 NUMBER_WORDS = "zero one two three four five six seven eight nine ten eleven twelve"
@@ -43,7 +45,8 @@ _PHRASES = {  # by the sign that an answer in words stands for
     for sign, words in {
         "\\emptyset": r"(?:there (?:is|are) )?no (?:real |such )?(?:solution|root)s?|none|(?:the )?empty set",
         "\\mathbb{R}": r"(?:all |the )(?:reals|real numbers?)|real numbers",
-        "\\infty": r"(?:positive )?infinity",
+        "\\infty": r"positive \\infty",
+        "- \\infty": r"negative \\infty",
         "none": r"(?:it |the limit )?does not exist|dne",
         **{str(number): word for number, word in enumerate(NUMBER_WORDS.split())},
     }.items()
@@ -117,7 +120,7 @@ def _spelled(token: str) -> str:
     bare = token.lstrip(UPRIGHT)
     if bare.lower() in ("and", "or") or bare in _ALIASES:
         return _ALIASES.get(bare, bare.lower())
-    if bare in FUNCTIONS:
+    if bare in FUNCTIONS or bare in _GREEK_WORDS:
         return f"\\{bare}"
     token = re.sub(r"\s", "", token)
     if token.startswith("\\begin{array}"):
@@ -141,6 +144,7 @@ _IN_TEX: _Rules = [
     (_PRIMES, lambda m: (m[1] or "'").replace("\\prime", "'")),
     (_REPEATING, _repeating),
     (_THOUSANDS, _thousands),
+    (re.compile(r"(?<=\d)\{,\}(?=\d)"), "."),  # 0{,}25
     (_FORMATTING, " "),
     (_DEGREE, r"\\deg "),
     (_ANGLE, _angle),
@@ -148,7 +152,7 @@ _IN_TEX: _Rules = [
 _IN_TOKENS: _Rules = [
     (_ALONE, r"\1"),
     (re.compile(r" [.,] (?=& |\\\\ |\\end)"), " "),
-    (re.compile(r"(?<=[\d})]) \\(min|sec)(?= /|$)"), rf" {UPRIGHT}\1"),  # without an argument it is a unit
+    (re.compile(r"(?<=[\w})/]) \\(min|sec)(?=\.?(?: /| ?\.|$))"), rf" {UPRIGHT}\1"),  # without an argument it is a unit
     (_AROUND, ""),
     (re.compile(r"^(\d+) \^ (?:\{ )?\x01?(st|nd|rd|th)(?: \})?$"), rf"\1 {UPRIGHT}\2"),
     (re.compile(r"^(\d+) \x01?(?:in|to|out \x01?of) (\d+)$"), r"\1 / \2"),
@@ -159,6 +163,7 @@ _IN_TOKENS: _Rules = [
         lambda m: m[1].replace("\\\\", ","),
     ),
     (re.compile(r"\( (\\pmod .+) \)$"), r"\1"),
+    (re.compile(r"\\pmod \{ (\S+) \}"), r"\\pmod \1"),
     (re.compile(r"(.) \( (\w \\in \S+(?: \^ \S+)?) \)$"), r"\1 , \2"),
     (re.compile(rf"(?<=\d) {UPRIGHT}?({'|'.join(_POWERS)})(?!\S)"), lambda m: f" \\cdot 10 ^ {_POWERS[m[1]]}"),
     (re.compile(r"(: \d\d) \x01?([AaPp])(?: \.)? ?\x01?[Mm]$"), lambda m: f"{m[1]} {m[2].lower()}m"),

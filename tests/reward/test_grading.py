@@ -22,6 +22,7 @@ from tests.reward.held_out_pairs import HELD_OUT_PAIRS, LATER_PAIRS
 from tests.reward.input_pairs import INPUT_PAIRS
 from tests.reward.later_pairs import REFUSED, SPELLED_PAIRS
 from tests.reward.pairs import flat
+from tests.reward.probed_pairs import PROBED_PAIRS, PROBED_REFUSED
 
 
 def boxed(answer: str) -> str:
@@ -50,7 +51,7 @@ def children() -> set[int]:
 
 
 TABLES = {"pairs": flat(), **{kind: flat(rows) for kind, rows in INPUT_PAIRS.items()}, "held out": flat(HELD_OUT_PAIRS)}
-TABLES |= {"later": flat(LATER_PAIRS), "spelled": flat(SPELLED_PAIRS)}
+TABLES |= {"later": flat(LATER_PAIRS), "spelled": flat(SPELLED_PAIRS), "probed": flat(PROBED_PAIRS)}
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +70,7 @@ def graded(pool: GraderPool) -> dict[tuple[str, str], str]:
 
 def test_tables_of_pairs(graded: dict[tuple[str, str], str], capsys: pytest.CaptureFixture[str]) -> None:
     """No wrong answer is accepted. Few right ones are refused: none of the first table, which holds what is common."""
-    assert len(TABLES["pairs"]) >= 679 and sum(map(len, TABLES.values())) >= 4276
+    assert len(TABLES["pairs"]) >= 679 and sum(map(len, TABLES.values())) >= 6014
     refused: list[tuple[str, str]] = []
     for kind, table in TABLES.items():
         right = [graded[s, a] == CORRECT for s, a, equal in table if equal]
@@ -79,7 +80,13 @@ def test_tables_of_pairs(graded: dict[tuple[str, str], str], capsys: pytest.Capt
             print(f"\n{kind}: {len(table)} pairs, precision {precision:.4f}, recall {recall:.4f}", end="")
         assert not accepted
         refused += [(s, a) for s, a, equal in table if equal and graded[s, a] != CORRECT]
-    assert refused == [("\\begin{vmatrix}1&2\\\\3&4\\end{vmatrix}", "-2"), ("x^2<4", "-2<x<2"), ("x^2<4", "(-2,2)"), *REFUSED]
+    assert refused == [
+        ("\\begin{vmatrix}1&2\\\\3&4\\end{vmatrix}", "-2"),
+        ("x^2<4", "-2<x<2"),
+        ("x^2<4", "(-2,2)"),
+        *REFUSED,
+        *PROBED_REFUSED,
+    ]
 
 
 def test_equality_is_symmetric() -> None:
