@@ -64,12 +64,10 @@ class ResumablePass:
         reason. Raises DataError when the first row is of another shape.
         """
         for source in inputs[self.source :]:
-            counts, total = counts_of(source), source.count()
-            if limit is not None:
-                total = limit if total is None else min(total, limit)
+            counts = counts_of(source)
             rows = source.rows(sources[source.name].columns, self.row)
             rest = islice(rows, None if limit is None else max(0, limit - self.row))
-            for row in tqdm(rest, source.label[-40:], total, initial=self.row, unit="row", disable=None):
+            for row in tqdm(rest, source.label[-40:], limit, initial=self.row, unit="row", disable=None):
                 counts["in"] = counts.get("in", 0) + 1
                 why = ""
                 try:
