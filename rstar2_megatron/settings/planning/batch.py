@@ -28,8 +28,7 @@ def plan_placement(plan: RunPlan, settings: Settings, slots: Slots, places: dict
         kind += " (assumed: none visible here)"
     plan.add("placement", "slots", f"{slots.count} {kind} on {settings.cluster.num_nodes} node(s)")
     for component in ("actor", "rollout", "reward"):
-        ranks = places.get(component)
-        plan.add("placement", component, "by node group" if ranks is None else ranges_text(ranks))
+        plan.add("placement", component, ranges_text(places[component]))
 
 
 def plan_supervised(plan: RunPlan, settings: Settings) -> None:
