@@ -34,9 +34,10 @@ def memorised_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def built(tmp_path_factory: pytest.TempPathFactory) -> TinyPaths:
     """A small build of the tiny recipe; read-only."""
     from rstar2_megatron.tiny.build import build_tiny
-    from tests.tiny.small import SMALL
+    from tests.tiny.small import AGENTLOOP, SMALL
 
-    return build_tiny(tmp_path_factory.mktemp("tiny"), seed=0, recipe=SMALL, progress=lambda line: None)
+    directory = tmp_path_factory.mktemp("tiny")
+    return build_tiny(directory, seed=0, agentloop=AGENTLOOP, recipe=SMALL, progress=lambda line: None)
 
 
 @pytest.fixture(scope="session")

@@ -52,7 +52,7 @@ class PaperActor(ActorWorker):
         sequences = read_batch(batch)
         unpacked = time.process_time()
         runner = self._settings.runner
-        plan = plan_microbatches([s.length for s in sequences], self._world_size, max_tokens=runner.max_tokens_per_mbs, count=1)
+        plan = plan_microbatches([s.length for s in sequences], self._world_size, max_tokens=runner.max_tokens_per_mbs)
         context = PackContext(
             frequencies=1e4 ** -(torch.arange(0, 64, 2) / 64),
             dtype=torch.float32,

@@ -81,7 +81,7 @@ def check_layout(settings: ActorSettings, model: ModelConfig, world_size: int, r
     problems += _setting_problems(settings, layers_per_chunk=model.num_layers // stages)
     if settings.optim.overlap_param_gather and not settings.optim.use_distributed_optimizer:
         problems.append("actor.optim.overlap_param_gather=True needs actor.optim.use_distributed_optimizer=True; set it")
-    if runner is not None and runner.enable_dynamic_batch_size and runner.seq_length > runner.max_tokens_per_mbs * cp:
+    if runner is not None and runner.seq_length > runner.max_tokens_per_mbs * cp:
         problems.append(
             f"runner.seq_length={runner.seq_length} does not fit a micro-batch of runner.max_tokens_per_mbs="
             f"{runner.max_tokens_per_mbs} x context parallel {cp}; set max_tokens_per_mbs to at least "

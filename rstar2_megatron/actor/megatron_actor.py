@@ -226,12 +226,10 @@ class MegatronActor:
         return self._plan_lengths([s.length for s in sequences])
 
     def _plan_lengths(self, lengths: list[int]) -> MicroBatchPlan:
-        dynamic = self.runner.enable_dynamic_batch_size
         return plan_microbatches(
             lengths,
             self.layout.data,
-            max_tokens=self.runner.max_tokens_per_mbs * self.layout.context if dynamic else None,
-            count=self.algorithm.training_batch_size_per_gpu,
+            max_tokens=self.runner.max_tokens_per_mbs * self.layout.context,
             multiple=self.layout.pipeline if self.layout.virtual > 1 else 1,
             equal=self.layout.expert > 1,
         )

@@ -71,12 +71,6 @@ def _fill(order: Sequence[int], lengths: Sequence[int], budget: int) -> list[lis
     return batches
 
 
-def pack_by_count(indices: Sequence[int], lengths: Sequence[int], count: int) -> list[list[int]]:
-    """Micro-batches of `count` sequences (`algorithm.training_batch_size_per_gpu`), longest first."""
-    order = sorted(indices, key=lambda i: (-lengths[i], i))
-    return [list(order[i : i + count]) for i in range(0, len(order), count)]
-
-
 @dataclass(frozen=True, slots=True)
 class MicroBatchPlan:
     """Assignment of a mini-batch: `microbatches[rank]` are lists of sequence indices."""
@@ -108,11 +102,11 @@ class MicroBatchPlan:
 
 
 def plan_microbatches(
-    lengths: Sequence[int], ranks: int, *, max_tokens: int | None, count: int, multiple: int = 1, equal: bool = False
+    lengths: Sequence[int], ranks: int, *, max_tokens: int, multiple: int = 1, equal: bool = False
 ) -> MicroBatchPlan:
     """MicroBatchPlan of a mini-batch over `ranks` data-parallel ranks; every rank computes the same plan.
 
-    max_tokens: token budget of a micro-batch; None packs `count` sequences into each instead.
+    max_tokens: token budget of a micro-batch.
     multiple: the number of micro-batches of a rank is a positive multiple of it (interleaved pipelines); empty ones are
         added where needed.
     equal: all ranks get the same number (expert parallelism: ranks exchange tokens in every layer).
@@ -120,10 +114,7 @@ def plan_microbatches(
     microbatches = []
     assigned = balance(lengths, ranks)
     for indices in assigned:
-        if max_tokens is None:
-            own = pack_by_count(indices, lengths, count)
-        else:
-            own = pack(indices, lengths, max_tokens)
+        own = pack(indices, lengths, max_tokens)
         while not own or len(own) % multiple:
             own.append([])
         microbatches.append(own)

@@ -25,13 +25,12 @@ SAVE_ROWS = 5000
 class ResumablePass:
     """Position, counters and accepted rows of a pass under `out`."""
 
-    def __init__(self, out: Path, configuration: Mapping[str, Any], save_rows: int = SAVE_ROWS) -> None:
+    def __init__(self, out: Path, configuration: Mapping[str, Any]) -> None:
         """configuration: everything that decides the result; a pass with another one is not continued."""
         self.out = out
         self.partial = out / ".partial.jsonl"
         self._state_path = out / ".progress.json"
         self._configuration = json.loads(json.dumps(configuration))
-        self._save_rows = save_rows
         out.mkdir(parents=True, exist_ok=True)
         state = self._load()
         self.resumed = bool(state)
@@ -64,12 +63,10 @@ class ResumablePass:
         reason. Raises DataError when the first row is of another shape.
         """
         for source in inputs[self.source :]:
-            counts, total = counts_of(source), source.count()
-            if limit is not None:
-                total = limit if total is None else min(total, limit)
+            counts = counts_of(source)
             rows = source.rows(sources[source.name].columns, self.row)
             rest = islice(rows, None if limit is None else max(0, limit - self.row))
-            for row in tqdm(rest, source.label[-40:], total, initial=self.row, unit="row", disable=None):
+            for row in tqdm(rest, source.label[-40:], limit, initial=self.row, unit="row", disable=None):
                 counts["in"] = counts.get("in", 0) + 1
                 why = ""
                 try:
@@ -87,7 +84,7 @@ class ResumablePass:
                 elif kept is not None:
                     self._file.write(json.dumps(kept, ensure_ascii=False) + "\n")
                 self.row += 1
-                if self.row % self._save_rows == 0:
+                if self.row % SAVE_ROWS == 0:
                     self.save()
             self.source, self.row = self.source + 1, 0
             self.save()

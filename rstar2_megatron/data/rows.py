@@ -248,18 +248,6 @@ class Input:
         rows = file_rows(path, columns=columns, skip=skip) if hub is None else hub_rows(hub, columns=columns, skip=skip)
         return (Row(row.where, with_names(row.values, columns or ())) for row in rows)
 
-    def count(self) -> int | None:
-        """Number of rows for a progress bar; None when counting would take long."""
-        path = Path(self.path)
-        if path.suffix == ".parquet":
-            import pyarrow.parquet as parquet  # here, as above
-
-            return int(parquet.ParquetFile(path).metadata.num_rows)
-        if path.suffix == ".jsonl" and path.stat().st_size < 1 << 30:
-            with path.open("rb") as file:
-                return sum(1 for line in file if line.strip())
-        return None
-
 
 def data_input(path: str | Path) -> Input:
     """What an entry of `data.train_data_paths` names: a file, a directory that `datasets` reads, or a set on the hub.

@@ -68,11 +68,11 @@ class Selection:
         return {(source, f"{-key:0{2 * _KEY_BYTES}x}") for source, heap in self._heaps.items() for key in heap}
 
 
-def process(inputs: Sequence[Input], out: Path, options: Options, *, save_rows: int = 5000) -> dict[str, Any]:
+def process(inputs: Sequence[Input], out: Path, options: Options) -> dict[str, Any]:
     """Run or continue the pass; returns the report, which is also written. Raises DataError."""
     configuration = {"inputs": [asdict(source) for source in inputs], "options": asdict(options)}
     selection = Selection(options.counts)
-    with ResumablePass(out, configuration, save_rows) as state:
+    with ResumablePass(out, configuration) as state:
         for row in state.accepted():
             where = sampling_key(row, options.seed)
             selection.offer(row["source"], where)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -112,27 +112,19 @@ def evaluation_texts(patterns: Sequence[str]) -> Iterator[str]:
             yield from (problem_text(row) for row in file_rows(path))
 
 
-def process(
-    inputs: Sequence[Input],
-    out: Path,
-    options: Options,
-    *,
-    decontaminate: Sequence[str] = (),
-    say: Callable[[str], None] = print,
-    save_rows: int = 5000,
-) -> dict[str, Any]:
+def process(inputs: Sequence[Input], out: Path, options: Options, *, decontaminate: Sequence[str] = ()) -> dict[str, Any]:
     """Run or continue the pass; returns the report, which is also written. Raises DataError."""
     index = NGramIndex(evaluation_texts(decontaminate), options.ngram, options.boilerplate)
     if decontaminate:
-        say(f"decontamination: {index.num_problems} evaluation problems, {options.ngram}-grams")
+        print(f"decontamination: {index.num_problems} evaluation problems, {options.ngram}-grams")
     configuration = {
         "inputs": [asdict(source) for source in inputs],
         "options": asdict(options),
         "decontaminate": {str(f): f.stat().st_size for p in decontaminate for f in find_files(p)},
     }
-    with ResumablePass(out, configuration, save_rows) as state:
+    with ResumablePass(out, configuration) as state:
         if state.resumed and state.source < len(inputs):
-            say(f"continuing at row {state.row + 1} of {inputs[state.source].label}")
+            print(f"continuing at row {state.row + 1} of {inputs[state.source].label}")
         cleaner = Cleaner(options, index, state)
         sources = state.counters.setdefault("sources", {})
         for source in inputs:

@@ -22,7 +22,7 @@ from rstar2_megatron.reward.math_grader import CORRECT, quick_grade
 from rstar2_megatron.reward.spelling import spell
 from rstar2_megatron.trajectory import FinishReason
 
-RESAMPLES = 10_000
+_RESAMPLES = 10_000
 _Z = 1.959963984540054  # of 95 %
 
 Equal = Callable[[str, str], bool]
@@ -210,13 +210,18 @@ def estimate(scores: Sequence[float]) -> Estimate:
     mean = float(values.mean())
     if values.min() == values.max():
         return Estimate(mean, *wilson(mean, len(values)))
+    return bootstrap(values)
+
+
+def bootstrap(values: np.ndarray) -> Estimate:
+    """Mean of values, one a problem, and the 95 % interval of means of problems drawn anew (fixed seed)."""
     rng = np.random.default_rng(0)
-    means = np.empty(RESAMPLES)
-    for start in range(0, RESAMPLES, 500):  # bounded memory for data sets of many thousand problems
-        picked = rng.integers(0, len(values), (min(500, RESAMPLES - start), len(values)))
+    means = np.empty(_RESAMPLES)
+    for start in range(0, _RESAMPLES, 500):  # bounded memory for data sets of many thousand problems
+        picked = rng.integers(0, len(values), (min(500, _RESAMPLES - start), len(values)))
         means[start : start + 500] = values[picked].mean(axis=1)
     low, high = np.quantile(means, (0.025, 0.975))
-    return Estimate(mean, float(low), float(high))
+    return Estimate(float(values.mean()), float(low), float(high))
 
 
 def wilson(share: float, count: int) -> tuple[float, float]:

@@ -41,9 +41,7 @@ class PreferenceRun(SFTRun):
         runner = self.settings.runner
         length = self.section.max_length or runner.seq_length
         rows = load_preference_rows(paths, tokenizer, self.section, length)
-        room = runner.max_tokens_per_mbs * self.settings.actor.model.context_parallel_size
-        if runner.enable_dynamic_batch_size:
-            check_room(rows.largest, room)
+        check_room(rows.largest, runner.max_tokens_per_mbs * self.settings.actor.model.context_parallel_size)
         return rows
 
     def validate(self) -> Metrics:

@@ -373,8 +373,8 @@ def layout_problems(settings: Settings, model: ModelConfig | None, slots: Slots,
             f"rollout.sglang.server_args.speculative_algorithm={speculative} on CPU slots: SGLang verifies drafts there by "
             "argmax at any temperature, so the tokens are not samples of the policy; remove it"
         )
-    world = len(places["actor"]) if "actor" in places else None
-    if model is not None and world is not None:
+    world, engines = len(places["actor"]), len(places["rollout"])
+    if model is not None:
         try:
             check_layout(settings.actor, model, world, settings.runner)
         except ValueError as error:
@@ -385,8 +385,7 @@ def layout_problems(settings: Settings, model: ModelConfig | None, slots: Slots,
             here = f"for {slots.count} x {slots.memory_gb or 0:.0f} GB with a host of {slots.host_gb:.0f} GB"
             yield str(error) + (f"\n{here}: {remedy(settings, slots)}" if too_large and not slots.is_cpu else "")
     tp = settings.rollout.tensor_parallel_size
-    engines = len(places["rollout"]) if "rollout" in places else None
-    if engines is not None and engines % tp:
+    if engines % tp:
         yield (
             f"rollout.tensor_parallel_size={tp} does not divide the {engines} slots of "
             f"cluster.component_placement.rollout; place the rollout on a multiple of {tp} slots"

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rstar2_megatron.evaluation.scores import RESAMPLES, Equal, Estimate, estimate, majority
+from rstar2_megatron.evaluation.scores import Equal, Estimate, bootstrap, estimate, majority
 from rstar2_megatron.records.text_table import aligned
 from rstar2_megatron.search.choose import Solution, best_value, most_frequent, most_valued, solutions
 from rstar2_megatron.search.tree import Tree
@@ -111,10 +111,7 @@ def paired_difference(first: Mapping[str, float], second: Mapping[str, float]) -
     common = sorted(first.keys() & second.keys())
     if not common:
         raise ValueError("the two results have no problem in common")
-    differences = np.array([first[q] - second[q] for q in common])
-    picked = np.random.default_rng(0).integers(0, len(common), (RESAMPLES, len(common)))
-    low, high = np.quantile(differences[picked].mean(axis=1), (0.025, 0.975))
-    return Estimate(float(differences.mean()), float(low), float(high))
+    return bootstrap(np.array([first[q] - second[q] for q in common]))
 
 
 def render(rows: Sequence[ChoiceScores], num_problems: int) -> str:

@@ -18,15 +18,15 @@ BEST = 2
 Segments = list[tuple[str, bool]]
 
 
-def best_right(tree: Tree, count: int = BEST) -> list[Node]:
-    """Leaves of the `count` best right solutions without a failed tool call."""
+def best_right(tree: Tree) -> list[Node]:
+    """Leaves of the `BEST` best right solutions without a failed tool call."""
     right = [leaf for leaf in tree.leaves() if leaf.step is not None and leaf.step.reward]
 
     def quality(leaf: Node) -> tuple[float, float]:
         values = [node.q for node in leaf.path]
         return statistics.fmean(values), min(values)
 
-    best = sorted(right, key=quality, reverse=True)[:count]
+    best = sorted(right, key=quality, reverse=True)[:BEST]
     return [leaf for leaf in best if not any(step.failed(released=False) for step in leaf.steps)]
 
 

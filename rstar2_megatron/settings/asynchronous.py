@@ -13,7 +13,7 @@ def asynchronous_problems(settings: Settings, places: Mapping[str, Sequence[int]
     if not bound or settings.runner.task_type != "reasoning":
         return
     what = f"algorithm.max_staleness={bound}"
-    shared = sorted({*places.get("actor", ())} & {*places.get("rollout", ())})
+    shared = sorted({*places["actor"]} & {*places["rollout"]})
     if shared:
         yield (
             f"{what} lets engines generate while the actor trains, but cluster.component_placement puts both on slots "

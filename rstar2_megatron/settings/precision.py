@@ -28,10 +28,10 @@ def resolve_precision(data: dict[str, Any]) -> list[str]:
     return [f"{', '.join(automatic)}: {precision} ({reason})"]
 
 
-def host_precision(cpuinfo: Path = _CPUINFO) -> str:
+def host_precision() -> str:
     """bf16 where the processor multiplies in it: elsewhere it is slower than fp32."""
     try:
-        text = cpuinfo.read_text()
+        text = _CPUINFO.read_text()
     except OSError:
         return "fp32"
     line = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)

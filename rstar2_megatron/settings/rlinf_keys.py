@@ -52,7 +52,12 @@ WITHOUT_MEANING: tuple[tuple[str, str], ...] = (
     ("runner.enable_per_worker_log", "logs are shared"),
     *(
         (f"algorithm.{name}", "micro-batches follow runner.max_tokens_per_mbs")
-        for name in ("rollout_batch_size_per_gpu", "logprob_forward_micro_batch_size", "val_rollout_batch_size_per_gpu")
+        for name in (
+            "training_batch_size_per_gpu",
+            "rollout_batch_size_per_gpu",
+            "logprob_forward_micro_batch_size",
+            "val_rollout_batch_size_per_gpu",
+        )
     ),
     ("algorithm.shuffle_rollout", "the batch is balanced by tokens"),
     ("algorithm.calculate_entropy", "entropy is always logged"),
@@ -141,6 +146,7 @@ ONLY_VALUES: dict[str, tuple[Any, ...]] = {
     "algorithm.sampling_params.repetition_penalty": (1, 1.0),
     "critic.use_critic_model": (False,),
     "reward.use_reward_model": (False,),
+    "runner.enable_dynamic_batch_size": (True,),
     "runner.use_pipeline": (False,),
 }
 

@@ -79,7 +79,7 @@ def load_sft_rows(paths: Sequence[str | Path], tokenizer: Any, max_length: int) 
 def read_segments(paths: Sequence[str | Path], chatml: bool = True) -> Iterator[tuple[str, Segments]]:
     """(where, segments) of the rows of all files. Raises DataError. chatml: its marks are tokens of the model."""
     for source in map(data_input, paths):
-        bar = tqdm(source.rows(), f"tokenise {source.label[-40:]}", source.count(), leave=False, disable=None, unit="row")
+        bar = tqdm(source.rows(), f"tokenise {source.label[-40:]}", leave=False, disable=None, unit="row")
         for row in bar:
             try:
                 segments = row_segments(row.values)

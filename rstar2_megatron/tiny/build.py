@@ -1,14 +1,11 @@
 """Builds the inputs of the default run without a GPU: tokenizer, model, problems and SFT data.
 
-    python -m rstar2_megatron.tiny.build --out DIR --seed 0
-
 Deterministic under its seed, and cached: the directory's name holds a hash of every parameter and of the code that uses
 them. The directory appears by one rename when it is complete, and a second call returns it unchanged.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import itertools
 import json
@@ -25,14 +22,7 @@ from rstar2_megatron.records.whole_file import write_jsonl
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.settings.schema import AgentLoopSettings
 from rstar2_megatron.tiny.problems import Level, TinyProblem, stream
-from rstar2_megatron.tiny.recipe import (
-    TinyModelShape,
-    TinyRecipe,
-    chained_noisy_recipe,
-    chained_recipe,
-    smollm2_recipe,
-    tiny_agent_loop,
-)
+from rstar2_megatron.tiny.recipe import TinyModelShape, TinyRecipe, chained_noisy_recipe, chained_recipe, smollm2_recipe
 from rstar2_megatron.tiny.sft import Segments, TraceWriter, copy_rows, pieces
 
 Base = Literal["tiny", "chained", "chained-noisy", "smollm2"]
@@ -85,7 +75,7 @@ def build_tiny(
     cache_dir: str | Path,
     seed: int,
     *,
-    agentloop: AgentLoopSettings | None = None,
+    agentloop: AgentLoopSettings,
     recipe: TinyRecipe | None = None,
     shape: TinyModelShape | None = None,
     base: Base = "tiny",
@@ -96,7 +86,7 @@ def build_tiny(
     Args:
         cache_dir: Parent of the `{base}-...` directory; made when absent.
         seed: Of problems, traces and initial weights.
-        agentloop: Conversation format of the SFT data; must be that of the rollouts. Default `tiny_agent_loop()`.
+        agentloop: Conversation format of the SFT data; must be that of the rollouts.
         recipe, shape: Amounts, and the sizes of a tiny model.
         base: A tiny model from nothing, with short or with chained problems, or the pretrained one of `smollm2`.
         progress: Called with a line at the start of each part.
@@ -104,7 +94,6 @@ def build_tiny(
     Raises:
         OSError: when `cache_dir` cannot be written.
     """
-    agentloop = agentloop or tiny_agent_loop()
     recipe = recipe or _RECIPES[base]()
     shape = None if base == "smollm2" else shape or TinyModelShape()
     parameters = {
@@ -217,16 +206,3 @@ def _tokenizer(recipe: TinyRecipe, agentloop: AgentLoopSettings) -> Any:  # PreT
     tags = re.compile("|".join(re.escape(t) for t in bare.get_added_vocab()))
     texts = [part for row in rows for part in tags.split("".join(text for text, _ in row)) if part]
     return train_tokenizer(texts, recipe.vocab_size)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", required=True, help="cache directory")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    paths = build_tiny(arguments.out, arguments.seed)
-    print(f"tiny recipe at {paths.root}")
-
-
-if __name__ == "__main__":
-    main()

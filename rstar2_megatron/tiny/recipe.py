@@ -4,22 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from rstar2_megatron.settings.schema import AgentLoopSettings
 from rstar2_megatron.tiny.problems import CHAINED, FAMILIES, Level
-
-
-def tiny_agent_loop() -> AgentLoopSettings:
-    """The tiny model's conversation format: as short as the step-0 gates allow, because every token costs time.
-
-    `config/rstar2-tiny-cpu.yaml` has the same values.
-    """
-    return AgentLoopSettings(
-        max_assistant_turns=3,
-        max_tool_response_length=120,
-        tool_response_truncate_side="middle",
-        system_prompt="Solve with python_code_with_standard_io(code, input).",
-        user_prefix="",
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rstar2_megatron.actor.network.attention import PackedBatch
 from rstar2_megatron.actor.network.microbatch import PackContext, build_microbatch, padded_lengths
-from rstar2_megatron.actor.packing import balance, pack, pack_by_count, plan_microbatches, split_minibatches
+from rstar2_megatron.actor.packing import balance, pack, plan_microbatches, split_minibatches
 from tests.actor.tiny import sequences
 
 LENGTHS = st.lists(st.integers(1, 400), max_size=60)
@@ -84,13 +84,6 @@ def test_a_sequence_beyond_the_budget_is_refused() -> None:
         pack([0, 1], [500, 3], 400)
 
 
-@given(LENGTHS, st.integers(1, 5))
-def test_pack_by_count(lengths: list[int], count: int) -> None:
-    batches = pack_by_count(range(len(lengths)), lengths, count)
-    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
-    assert all(0 < len(batch) <= count for batch in batches)
-
-
 @given(st.integers(1, 50), st.integers(1, 8))
 def test_minibatches_cover_the_step_in_order(count: int, parts: int) -> None:
     ranges = split_minibatches(count, parts)
@@ -101,7 +94,7 @@ def test_minibatches_cover_the_step_in_order(count: int, parts: int) -> None:
 
 @given(LENGTHS, st.integers(1, 6), st.integers(1, 3))
 def test_plan_gives_every_rank_something_to_run(lengths: list[int], ranks: int, multiple: int) -> None:
-    plan = plan_microbatches(lengths, ranks, max_tokens=400, count=1, multiple=multiple)
+    plan = plan_microbatches(lengths, ranks, max_tokens=400, multiple=multiple)
     assert len(plan.microbatches) == ranks
     assert all(len(own) >= 1 and len(own) % multiple == 0 for own in plan.microbatches)
     flat = [i for own in plan.microbatches for batch in own for i in batch]

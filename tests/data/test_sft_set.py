@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rstar2_megatron.data import resumable
 from rstar2_megatron.data.rows import DataError, Row, Unusable, inputs_of
 from rstar2_megatron.data.sft_set import Options, main, process
 from rstar2_megatron.data.sft_sources import SFT_SOURCES
@@ -256,10 +257,11 @@ def write_sources(directory: Path, count: int) -> list[str]:
 COUNTS = {"toolace": 4, "apigen-mt": 2, "glaive": 12, "magicoder": 6, "tulu3": 5, "nemotron": 50}
 
 
-def test_mixture_has_the_wanted_numbers_and_is_the_same_after_a_kill(tmp_path: Path) -> None:
+def test_mixture_has_the_wanted_numbers_and_is_the_same_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resumable, "SAVE_ROWS", 4)
     inputs = [source for word in write_sources(tmp_path, 20) for source in inputs_of(word, SFT_SOURCES)]
     options = Options(COUNTS, validation=6)
-    report = process(inputs, tmp_path / "whole", options, save_rows=4)
+    report = process(inputs, tmp_path / "whole", options)
     taken = {name: counts["taken"] for name, counts in report["sources"].items()}
     assert taken == {**COUNTS, "nemotron": 20}  # as many as there are
     assert report["sources"]["magicoder"]["dropped"]["not Python"] == 1
@@ -268,8 +270,8 @@ def test_mixture_has_the_wanted_numbers_and_is_the_same_after_a_kill(tmp_path: P
     assert Counter(json.loads(line)["source"] for line in lines[:22])["nemotron"] > 4  # mixed, not in blocks
 
     with pytest.raises(KeyboardInterrupt):  # in the third source
-        process(watched(inputs, [], kill_at=50), tmp_path / "out", options, save_rows=4)
-    assert process(inputs, tmp_path / "out", options, save_rows=4) == report
+        process(watched(inputs, [], kill_at=50), tmp_path / "out", options)
+    assert process(inputs, tmp_path / "out", options) == report
     assert (tmp_path / "out" / "train.jsonl").read_bytes() == (tmp_path / "whole" / "train.jsonl").read_bytes()
 
 

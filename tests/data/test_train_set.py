@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pyarrow
 import pyarrow.parquet as parquet
 import pytest
 
+from rstar2_megatron.data import resumable
 from rstar2_megatron.data.math_sources import SOURCES
 from rstar2_megatron.data.problems import read_problems
 from rstar2_megatron.data.resumable import ResumablePass
@@ -103,11 +104,9 @@ def sources_of(files: dict[str, Path]) -> list[Input]:
     return [source for word in words for source in parse_source(word)]
 
 
-def run(
-    files: dict[str, Path], out: Path, inputs: Sequence[Input] = (), say: Callable[[str], None] = print, **options: Any
-) -> dict:
+def run(files: dict[str, Path], out: Path, inputs: Sequence[Input] = (), **options: Any) -> dict:
     sources = inputs or sources_of(files)
-    return process(sources, out, Options(**options), decontaminate=[str(files["aime"])], say=say, save_rows=3)
+    return process(sources, out, Options(**options), decontaminate=[str(files["aime"])])
 
 
 def test_shapes_are_read_cleaned_and_counted(files: dict[str, Path], tmp_path: Path) -> None:
@@ -133,23 +132,26 @@ def test_shapes_are_read_cleaned_and_counted(files: dict[str, Path], tmp_path: P
     assert json.loads((out / "report.json").read_text()) == report
 
 
-def test_a_killed_pass_continues_to_the_same_result(files: dict[str, Path], tmp_path: Path) -> None:
+def test_a_killed_pass_continues_to_the_same_result(
+    files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(resumable, "SAVE_ROWS", 3)
     whole = run(files, tmp_path / "whole", validation=5)
     out, read = tmp_path / "out", []
     with pytest.raises(KeyboardInterrupt):  # in the second source, after rows that were not saved yet
         run(files, out, watched(sources_of(files), read, kill_at=31), validation=5)
     assert not (out / "train.jsonl").exists()
-    said: list[str] = []
     again: list[str] = []
-    assert run(files, out, watched(sources_of(files), again), said.append, validation=5) == whole
-    assert any("continuing at row 7" in line for line in said)
+    assert run(files, out, watched(sources_of(files), again), validation=5) == whole
+    assert "continuing at row 7" in capsys.readouterr().out
     assert len(again) == 51 - 29 and again[0] == read[29]  # rows of whole saves are not read again
     for name in ("train.jsonl", "validation.jsonl", "report.json"):
         assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     assert sorted(p.name for p in out.iterdir()) == ["report.json", "train.jsonl", "validation.jsonl"]
 
 
-def test_another_configuration_starts_from_the_first_row(tmp_path: Path) -> None:
+def test_another_configuration_starts_from_the_first_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resumable, "SAVE_ROWS", 1)
     source = tmp_path / "rows.jsonl"
     source.write_text('{"a": 1}\n{"a": 2}\n')
 
@@ -159,7 +161,7 @@ def test_another_configuration_starts_from_the_first_row(tmp_path: Path) -> None
         return row.values
 
     shapes = {"dapo": Source("dapo", ("a",), dict)}
-    with pytest.raises(KeyboardInterrupt), ResumablePass(tmp_path, {"ngram": 8}, save_rows=1) as first:
+    with pytest.raises(KeyboardInterrupt), ResumablePass(tmp_path, {"ngram": 8}) as first:
         first.keep([Input("dapo", str(source))], shapes, None, lambda one: {}, until_the_second)
     assert list(ResumablePass(tmp_path, {"ngram": 8}).accepted()) == [{"a": 1}]
     other = ResumablePass(tmp_path, {"ngram": 9})

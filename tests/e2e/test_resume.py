@@ -16,6 +16,7 @@ import pytest
 from rstar2_megatron.tiny.build import build_tiny
 from rstar2_megatron.tiny.recipe import TinyModelShape
 from tests.e2e.runs import ONE_SLOT, RunProcess, arguments, read_jsonl
+from tests.tiny.small import AGENTLOOP
 
 LIMIT_S = 600
 pytestmark = pytest.mark.timeout(1200)  # two whole runs in a test, on a machine that may be busy
@@ -121,7 +122,7 @@ class Uninterrupted:
 def uninterrupted(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Uninterrupted:
     root = tmp_path_factory.mktemp("uninterrupted")
     shape = replace(TinyModelShape(), num_layers=4)
-    model = f"rollout.model.model_path={build_tiny(cache, 0, shape=shape).model}"
+    model = f"rollout.model.model_path={build_tiny(cache, 0, agentloop=AGENTLOOP, shape=shape).model}"
     rows, source = {}, ""
     for layout, overrides in LAYOUTS.items():
         how = f"runner.replay_rollouts={source}" if source else "runner.save_rollout_tokens=True"

@@ -215,6 +215,7 @@ def test_rlinf_schedule_rates_win_as_they_do_there(tmp_path: Path) -> None:
     [
         ("algorithm", "loss_type", "actor_critic", "algorithm.loss_type='actor_critic' is not implemented"),
         ("algorithm", "normalize_advantages", True, "algorithm.normalize_advantages=True is not implemented"),
+        ("runner", "enable_dynamic_batch_size", False, "runner.enable_dynamic_batch_size=False is not implemented"),
         ("critic", "use_critic_model", True, "critic.use_critic_model=True is not implemented"),
         ("algorithm", "adv_type", "gae", "algorithm.adv_type='gae'"),
     ],

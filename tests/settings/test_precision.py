@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rstar2_megatron.settings import precision
 from rstar2_megatron.settings.load import load
 from rstar2_megatron.settings.precision import host_precision
 
@@ -24,13 +25,15 @@ X86 = "processor\t: 0\nflags\t\t: fpu vme {}\nvmx flags\t: vnmi\n\nprocessor\t: 
         ("", "fp32"),
     ],
 )
-def test_the_processor_decides(text: str, expected: str, tmp_path: Path) -> None:
+def test_the_processor_decides(text: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "_CPUINFO", tmp_path / "cpuinfo")
     (tmp_path / "cpuinfo").write_text(text)
-    assert host_precision(tmp_path / "cpuinfo") == expected
+    assert host_precision() == expected
 
 
-def test_a_processor_that_cannot_be_read_gets_fp32(tmp_path: Path) -> None:
-    assert host_precision(tmp_path / "absent") == "fp32"
+def test_a_processor_that_cannot_be_read_gets_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(precision, "_CPUINFO", tmp_path / "absent")
+    assert host_precision() == "fp32"
 
 
 def test_cpu_slots_get_what_the_processor_multiplies_in() -> None:

@@ -14,15 +14,16 @@ from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt
 from rstar2_megatron.rollout.tool_call import parse_tool_calls
 from rstar2_megatron.tiny.build import TinyPaths
 from rstar2_megatron.tiny.problems import mistaken, stream
-from rstar2_megatron.tiny.recipe import CopyCurriculum, Mix, tiny_agent_loop
+from rstar2_megatron.tiny.recipe import CopyCurriculum, Mix
 from rstar2_megatron.tiny.sft import TraceWriter, copy_rows, pieces, run_trusted
 from rstar2_megatron.trajectory import Problem
+from tests.tiny.small import AGENTLOOP
 
 
 @pytest.fixture(scope="module")
 def template(built: TinyPaths) -> ChatTemplate:
     tokenizer: Any = AutoTokenizer.from_pretrained(built.model)
-    return ChatTemplate(tokenizer, tiny_agent_loop())
+    return ChatTemplate(tokenizer, AGENTLOOP)
 
 
 def writer(template: ChatTemplate, **weights: float) -> TraceWriter:

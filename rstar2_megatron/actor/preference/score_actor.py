@@ -53,9 +53,7 @@ class ScoreActor(MegatronActor):
             raise ValueError(f"a preference step got {len(sequences)} prefixes without a pair")
         ranges = pairs.ranges
         lengths = [sum(sequences[i].length for i in members) for members in ranges]
-        room = self.runner.max_tokens_per_mbs * self.layout.context
-        if self.runner.enable_dynamic_batch_size:
-            check_room(max(lengths), room)
+        check_room(max(lengths), self.runner.max_tokens_per_mbs * self.layout.context)
         plan = self._plan_lengths(lengths)
         own = [[[i for c in batch for i in ranges[c]] for batch in rank] for rank in plan.microbatches]
         return MicroBatchPlan(own, plan.tokens_per_rank)

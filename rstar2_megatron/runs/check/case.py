@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 Batch = list[TrainSequence]
 SMOOTH: dict[str, Any] = {
     "algorithm.n_minibatches": 1,
-    "algorithm.training_batch_size_per_gpu": 1,
     "algorithm.recompute_logprobs": False,
     "algorithm.importance_sampling_fix": False,
     "algorithm.decoupled_loss": False,
@@ -40,12 +39,11 @@ def make_case(
     *,
     model: dict[str, Any] | None = None,
     optim: dict[str, Any] | None = None,
-    packed: bool = True,
     max_tokens: int | None = None,
     **actor: Any,
 ) -> Settings:
     """The YAML's actor on one rank and the thin model; `model`, `optim` and `actor` change its sections."""
-    settings, longest = context.settings, lengths(context)[1]
+    settings, longest = context.settings, longest_sequence(context)
     changes: dict[str, Any] = {
         "actor.model.tensor_model_parallel_size": 1,
         "actor.model.pipeline_model_parallel_size": 1,
@@ -61,7 +59,6 @@ def make_case(
         "runner.max_steps": 5,
         "runner.seq_length": longest,
         "runner.max_tokens_per_mbs": max_tokens or 4 * longest,
-        "runner.enable_dynamic_batch_size": packed,
         "rollout.model.model_path": str(context.thin),
         **SMOOTH,
         **{f"actor.model.{name}": value for name, value in (model or {}).items()},
@@ -71,14 +68,15 @@ def make_case(
     return changed(settings, changes)
 
 
-def lengths(context: Context) -> tuple[int, int]:
-    """Shortest and longest sequence of a batch."""
-    return (20, 64) if context.device == "cpu" else (128, 1024)
+def longest_sequence(context: Context) -> int:
+    """Tokens of the longest sequence that a batch may have."""
+    return 64 if context.device == "cpu" else 1024
 
 
 def make_batch(context: Context) -> Batch:
-    """Ragged trajectories with masked spans and advantages of both signs."""
-    return random_batch(context.thin_config, 12, *lengths(context))
+    """Ragged trajectories with masked spans and advantages of both signs; no two fit a micro-batch of the longest's size."""
+    longest = longest_sequence(context)
+    return random_batch(context.thin_config, 12, longest // 2 + 1, longest)
 
 
 def random_batch(model: ModelConfig, count: int, low: int, high: int, seed: int = 0) -> Batch:

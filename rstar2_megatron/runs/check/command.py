@@ -51,8 +51,7 @@ def placed_slots(settings: Settings, slots: Slots) -> tuple[int, ...]:
         places = component_slots(settings.cluster, slots.count)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    used = {*places.get("actor", range(slots.count)), *places.get("rollout", range(slots.count))}
-    return tuple(sorted(used))
+    return tuple(sorted({*places["actor"], *places["rollout"]}))
 
 
 def report_path(settings: Settings) -> Path:

@@ -28,8 +28,7 @@ def plan_placement(plan: RunPlan, settings: Settings, slots: Slots, places: dict
         kind += " (assumed: none visible here)"
     plan.add("placement", "slots", f"{slots.count} {kind} on {settings.cluster.num_nodes} node(s)")
     for component in ("actor", "rollout", "reward"):
-        ranks = places.get(component)
-        plan.add("placement", component, "by node group" if ranks is None else ranges_text(ranks))
+        plan.add("placement", component, ranges_text(places[component]))
 
 
 def plan_supervised(plan: RunPlan, settings: Settings) -> None:
@@ -70,17 +69,11 @@ def plan_batch(plan: RunPlan, settings: Settings, world: int) -> None:
     )
     tokens = settings.runner.max_tokens_per_mbs
     longest = settings.runner.seq_length
-    if settings.runner.enable_dynamic_batch_size:
-        per_mbs = max(tokens // longest, 1)
-        count = -(-problems * kept // (per_mbs * max(data_parallel, 1)))
-        plan.add(
-            "batch",
-            "micro-batch",
-            f"up to {tokens} tokens packed ({per_mbs} of the longest trajectories); at most {count} a rank",
-        )
-    else:
-        rows = algorithm.training_batch_size_per_gpu
-        plan.add("batch", "micro-batch", f"{rows} trajectories of up to {longest} tokens")
+    per_mbs = max(tokens // longest, 1)
+    count = -(-problems * kept // (per_mbs * max(data_parallel, 1)))
+    plan.add(
+        "batch", "micro-batch", f"up to {tokens} tokens packed ({per_mbs} of the longest trajectories); at most {count} a rank"
+    )
     plan.add(
         "batch",
         "trajectory",

@@ -217,7 +217,7 @@ def plan_split(
     bound = settings.algorithm.max_staleness
     told = [f"synchronous on all {slots.count} GPUs {together:.0f} s a step"]
     if bound and not collocated(settings.cluster, slots):
-        actor, engines = len(places.get("actor", ())), plan.num_engines
+        actor, engines = len(places["actor"]), plan.num_engines
         here = _apart_s(settings, model, actor, engines, plan.kv_capacity_tokens, bound)
         told.append(f"this placement {_against(here, together)}")
     found = list(splits(settings, slots, model, max(bound, 1)))

@@ -112,10 +112,7 @@ def training_memory(settings: Settings, model: ModelConfig, world: int, *, cpu: 
     per_rank, sharded = dense.held + experts.held, dense.updated + experts.updated
     state = 0 if optim.optimizer_cpu_offload else 12 if bf16 else 8
 
-    tokens = settings.runner.max_tokens_per_mbs
-    if not settings.runner.enable_dynamic_batch_size:
-        tokens = settings.algorithm.training_batch_size_per_gpu * settings.runner.seq_length
-    tokens = -(-tokens // cp)
+    tokens = -(-settings.runner.max_tokens_per_mbs // cp)
     split = tp if parallel.sequence_parallel else 1
     hidden = width * tokens * model.hidden_size / split
     layer = width * tokens * layer_activations(model, tp, split)

@@ -45,7 +45,7 @@ def make_plan(settings: Settings, *, slots: Slots | None = None, with_remedy: bo
     places = component_slots(settings.cluster, slots.count)
     model, source = model_of(settings)
     plan_placement(plan, settings, slots, places)
-    world = len(places.get("actor", range(slots.count)))
+    world, engines = len(places["actor"]), len(places["rollout"])
     task = settings.runner.task_type
     if task in ("sft", "preference"):
         plan_supervised(plan, settings)
@@ -61,12 +61,10 @@ def make_plan(settings: Settings, *, slots: Slots | None = None, with_remedy: bo
     if task not in ("difficulty_filter", "search"):
         plan_training(plan, settings, slots, model, world, lambda: remedy(settings, slots) if with_remedy else "")
         if slots.is_cpu:
-            engines = len(places.get("rollout", ()))
             plan_cpu_memory(plan, settings, model, world, engines, slots.host_gb)
     if task in ("sft", "preference"):
         return plan
     plan_disk(plan, settings, model)
-    engines = len(places.get("rollout", range(slots.count)))
     plan_rollout(plan, settings, slots, model, engines)
     if task == "reasoning":
         plan_transport(plan, settings, max(engines // settings.rollout.tensor_parallel_size, 1))
@@ -84,7 +82,7 @@ def what_fits(settings: Settings, slots: Slots) -> Change:
     places = component_slots(settings.cluster, slots.count)
     if model is None or slots.is_cpu:
         return {}
-    actor, rollout = (len(places.get(component, range(slots.count))) for component in ("actor", "rollout"))
+    actor, rollout = len(places["actor"]), len(places["rollout"])
     return fewest_changes(
         settings, model, actor, rollout, lambda changed: make_plan(changed, slots=slots, with_remedy=False).fits
     )

@@ -98,8 +98,6 @@ class AlgorithmSettings(Section):
     """Rollouts per problem before down-sampling (2G)."""
     n_minibatches: int = Field(1, ge=1)
     """Optimizer steps per training step."""
-    training_batch_size_per_gpu: int = Field(1, ge=1)
-    """Sequences per micro-batch when runner.enable_dynamic_batch_size is off."""
     adv_type: Annotated[str | UserCode, name_or_code("grpo", "grpo-no-std", "leave-one-out")] = "grpo"
     """grpo: (r - mean) / std over the kept group (the paper); grpo-no-std: without the std.
     leave-one-out: the mean is over the other trajectories. Your own: advantage(rewards, valid) (docs/extend.md).

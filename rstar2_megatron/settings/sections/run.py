@@ -134,7 +134,6 @@ class RunnerSettings(Section):
     """A file of `python -m rstar2_megatron.report.corridor`: the run says when a metric leaves the band of earlier seeds."""
     seq_length: int = Field(ge=8)
     """Longest prompt + response in tokens."""
-    enable_dynamic_batch_size: bool = True
     max_tokens_per_mbs: int = Field(ge=8)
     """Token budget of one packed micro-batch."""
     step_timeout_s: float = Field(3600.0, gt=0)

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable
 from typing import Any
 
-from rstar2_megatron.runs.check.case import lengths, make_batch, make_case, random_batch
+from rstar2_megatron.runs.check.case import longest_sequence, make_batch, make_case, random_batch
 from rstar2_megatron.runs.check.context import Context
 from rstar2_megatron.runs.check.result import Check, CheckFailed, Finding
 from rstar2_megatron.settings.planning.advice import changed
@@ -94,8 +94,8 @@ def checkpoint(context: Context) -> Finding:
 def speed(context: Context) -> Finding:
     """Full micro-batches of the YAML's length through the thin model on one rank."""
     settings, gpu = context.settings, context.device == "cuda"
-    tokens = settings.runner.max_tokens_per_mbs if gpu else 16 * lengths(context)[1]
-    length = min(settings.runner.seq_length // 2, tokens) if gpu else lengths(context)[1]
+    tokens = settings.runner.max_tokens_per_mbs if gpu else 16 * longest_sequence(context)
+    length = min(settings.runner.seq_length // 2, tokens) if gpu else longest_sequence(context)
     count = max(1, tokens // length) * (2 if gpu else 1)
     case = changed(make_case(context, max_tokens=tokens, **_STAY), {"runner.seq_length": length})
     figures = context.nodes.ranks(

@@ -6,7 +6,14 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from rstar2_megatron.runs.check.case import logprob_tolerance, make_batch, make_case, mean_difference, tolerance
+from rstar2_megatron.runs.check.case import (
+    logprob_tolerance,
+    longest_sequence,
+    make_batch,
+    make_case,
+    mean_difference,
+    tolerance,
+)
 from rstar2_megatron.runs.check.context import Context
 from rstar2_megatron.runs.check.process import Job
 from rstar2_megatron.runs.check.programs.gradients import reference_path
@@ -100,9 +107,9 @@ def head(context: Context) -> Finding:
     return Finding(words, figures)
 
 
-def plain_case(context: Context, *, packed: bool = True, max_tokens: int | None = None, **model: Any) -> Settings:
+def plain_case(context: Context, *, max_tokens: int | None = None, **model: Any) -> Settings:
     """An actor whose gradients can be read: plain optimizer, nothing offloaded."""
-    return make_case(context, model=model, optim=_PLAIN_OPTIMIZER, packed=packed, max_tokens=max_tokens, **_NO_OFFLOAD)
+    return make_case(context, model=model, optim=_PLAIN_OPTIMIZER, max_tokens=max_tokens, **_NO_OFFLOAD)
 
 
 def reference(context: Context) -> Finding:
@@ -135,7 +142,8 @@ def compared(context: Context, case: Settings, ranks: int = 1) -> Finding:
 
 
 def one_at_a_time(context: Context) -> Finding:
-    return compared(context, plain_case(context, packed=False))
+    """Micro-batches of one sequence each: those of `make_batch` are longer than half of this budget."""
+    return compared(context, plain_case(context, max_tokens=longest_sequence(context)))
 
 
 _LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
