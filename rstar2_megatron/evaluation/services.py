@@ -15,7 +15,7 @@ import torch
 from transformers import AutoTokenizer
 
 from rstar2_megatron.judge.client.client import JudgeClient
-from rstar2_megatron.judge.client.service import CodeJudgeService
+from rstar2_megatron.judge.client.service import JudgeService
 from rstar2_megatron.reward.rewards import Rewards
 from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.build import make_agent_loop
@@ -121,7 +121,7 @@ async def running_services(settings: SamplingSettings, problems: Sequence[Proble
     logs.mkdir(parents=True, exist_ok=True)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(RunTemporary().remove)  # after the processes that leave files there
-        service = CodeJudgeService(settings.codejudge, logs / "judge.log", needed=settings.agentloop.needs_judge)
+        service = JudgeService(settings.codejudge, logs / "judge.log", needed=settings.agentloop.needs_judge)
         stack.callback(service.stop)
         service.begin()
         engines = [_engine(settings, i, logs) for i in range(settings.num_engines)]
