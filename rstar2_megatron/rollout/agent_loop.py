@@ -263,11 +263,8 @@ class Turns:
 
     async def _generate(self) -> GenerateResult:
         """Generate from the current tokens. After an engine loss the request is repeated from the same tokens."""
-        sampling = self.loop.sampling
         parameters: dict[str, Any] = {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
+            **self.loop.sampling.model_dump(),  # whose names are SGLang's
             "max_new_tokens": self.budget - len(self.trajectory.response_ids),
             "stop_token_ids": self.loop.template.stop_token_ids,
         }
