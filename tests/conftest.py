@@ -43,9 +43,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> TinyPaths:
 @pytest.fixture(scope="session")
 def judge_service() -> Iterator[JudgeService]:
     """One Code Judge with one worker. A call may take a second."""
-    from rstar2_megatron.judge.client.service import JudgeService
+    from benchmarks.judge.running import running_judge
 
-    with JudgeService(workers=1, time_limit_s=1.0) as service:
+    with running_judge(num_workers=1, time_limit_s=1.0) as service:
         yield service
 
 

@@ -32,9 +32,9 @@ from redis import Redis
 
 from benchmarks.judge.bare import bare_fork_cpu_ms
 from benchmarks.judge.programs import BARE_CASES, program
+from benchmarks.judge.running import running_judge
 from benchmarks.records import write_result
 from rstar2_megatron.judge.client.client import JudgeClient, JudgeUnavailable
-from rstar2_megatron.judge.client.service import JudgeService
 from rstar2_megatron.judge.outcome import JudgeResult, Outcome
 from rstar2_megatron.judge.sandbox.linux import raise_open_files
 from rstar2_megatron.services.process import terminate_tree
@@ -285,7 +285,8 @@ def main() -> int:
     settings = ("--sessions", str(arguments.sessions))
     cases = [case for case in arguments.cases if case != "overhead"]
     if cases and not arguments.only_against:
-        with JudgeService(workers=arguments.workers, time_limit_s=arguments.time_limit_s, extra_arguments=settings) as service:
+        limits = {"num_workers": arguments.workers, "time_limit_s": arguments.time_limit_s}
+        with running_judge(extra_arguments=settings, **limits) as service:
             assert service.process is not None
             drive(service.url, Tree(service.process.pid), cases)
     if "overhead" in arguments.cases and not arguments.only_against:

@@ -30,6 +30,7 @@ import psutil
 
 from benchmarks.judge.calls import Tree
 from benchmarks.judge.programs import ATTACK, BURN
+from benchmarks.judge.running import running_judge
 from benchmarks.records import write_result
 from rstar2_megatron.judge.client.client import JudgeClient, JudgeUnavailable
 from rstar2_megatron.judge.client.service import JudgeService
@@ -221,7 +222,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON: command, machine, the line")
     arguments = parser.parse_args()
     mounts = set(_mounts())
-    with JudgeService(workers=arguments.workers) as service:
+    with running_judge(num_workers=arguments.workers) as service:
         soak = Soak(service, arguments.seconds, arguments.fault_every_s, arguments.hostile)
         result = asyncio.run(soak.run())
         soak.remember_family()

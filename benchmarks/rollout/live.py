@@ -26,6 +26,7 @@ from typing import Any
 import psutil
 from transformers import AutoTokenizer
 
+from benchmarks.judge.running import running_judge
 from benchmarks.records import keep_rows
 from benchmarks.rollout.engine_fit import fit_speed
 from benchmarks.rollout.group_runner import run_groups
@@ -33,7 +34,6 @@ from benchmarks.rollout.live_replay import CONTEXT_TOKENS, replay
 from benchmarks.rollout.simulator import Cluster, Simulator, make_budgets
 from benchmarks.rollout.traces import Shape, Trace, recorded, synthetic
 from rstar2_megatron.judge.client.client import JudgeClient
-from rstar2_megatron.judge.client.service import JudgeService
 from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.engine.client import EngineClient
@@ -173,7 +173,7 @@ async def policies(
     )
 
 
-async def run(options: argparse.Namespace) -> None:
+async def run(options: argparse.Namespace, judge_url: str) -> None:
     settings = RolloutSettings(
         model=RolloutModelSettings(model_path=options.model, precision="fp32"),
         max_total_tokens=options.kv_tokens,
@@ -192,9 +192,7 @@ async def run(options: argparse.Namespace) -> None:
     )
     tokenizer: Any = AutoTokenizer.from_pretrained(options.model)
     template = ChatTemplate(tokenizer, wording)
-    service = JudgeService(workers=options.judge_workers, time_limit_s=4.0)
-    await asyncio.to_thread(service.start)
-    judge = JudgeClient(service.url, time_limit_s=4.0, request_timeout_s=60, max_outage_s=60)
+    judge = JudgeClient(judge_url, time_limit_s=4.0, request_timeout_s=60, max_outage_s=60)
     try:
         await asyncio.gather(*(engine.start() for engine in engines))
         if "overhead" in options.cases:
@@ -205,7 +203,6 @@ async def run(options: argparse.Namespace) -> None:
         for engine in engines:
             await engine.close()
         await judge.close()
-        await asyncio.to_thread(service.stop)
 
 
 def main() -> None:
@@ -228,7 +225,8 @@ def main() -> None:
     parser.add_argument("--max-response-tokens", type=int, default=256, help="of the recorded run")
     parser.add_argument("--out", type=Path, help="JSON file that the lines are added to")
     options = parser.parse_args()
-    asyncio.run(run(options))
+    with running_judge(num_workers=options.judge_workers) as service:
+        asyncio.run(run(options, service.url))
     keep_rows(options.out, _rows)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from rstar2_megatron.judge.client.service import CodeJudgeService
+from rstar2_megatron.judge.client.service import JudgeService
 from rstar2_megatron.settings.sections.environment import CodeJudgeSettings
 
 _START_S = 10.0
@@ -18,7 +18,7 @@ _START_S = 10.0
 @contextlib.contextmanager
 def slow_judge(settings: CodeJudgeSettings, delay_s: float, log: Path) -> Iterator[int]:
     """A judge of these settings and, before it, a loopback port that passes on each answer `delay_s` later: that port."""
-    judge = CodeJudgeService(settings, log)
+    judge = JudgeService(settings, log)
     try:
         judge.begin()
         address = urlsplit(judge.wait_ready())

@@ -19,12 +19,12 @@ from typing import Any
 import psutil
 from transformers import AutoTokenizer
 
+from benchmarks.judge.running import running_judge
 from benchmarks.records import write_result
 from benchmarks.rollout.live import SHAPE
 from benchmarks.rollout.live_replay import CONTEXT_TOKENS, replay
 from benchmarks.rollout.traces import synthetic
 from rstar2_megatron.judge.client.client import JudgeClient
-from rstar2_megatron.judge.client.service import JudgeService
 from rstar2_megatron.records.trace import TRACE, engine_row, read_trace
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.engine.client import EngineClient
@@ -46,7 +46,7 @@ def cpu_seconds() -> tuple[float, float]:
     return times.user + times.system, children
 
 
-async def measure(options: argparse.Namespace) -> dict[str, Any]:
+async def measure(options: argparse.Namespace, judge_url: str) -> dict[str, Any]:
     settings = RolloutSettings(
         model=RolloutModelSettings(model_path=options.model, precision="fp32"),
         max_total_tokens=8192,
@@ -58,9 +58,7 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     wording = AgentLoopSettings(system_prompt=STANDARD_IO, user_prefix="", max_assistant_turns=turns)
     tokenizer: Any = AutoTokenizer.from_pretrained(options.model)
     template = ChatTemplate(tokenizer, wording)
-    service = JudgeService(workers=2, time_limit_s=4.0)
-    await asyncio.to_thread(service.start)
-    judge = JudgeClient(service.url, time_limit_s=4.0, request_timeout_s=60, max_outage_s=60)
+    judge = JudgeClient(judge_url, time_limit_s=4.0, request_timeout_s=60, max_outage_s=60)
     engine = EngineClient(settings, max_context_tokens=CONTEXT_TOKENS)
     seconds: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     events = 0
@@ -91,7 +89,6 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     finally:
         await engine.close()
         await judge.close()
-        await asyncio.to_thread(service.stop)
     sums = {traced: [sum(part) for part in zip(*values, strict=True)] for traced, values in seconds.items()}
     pairs = [sum(on) / sum(off) for on, off in zip(seconds[True], seconds[False], strict=True)]
     return {
@@ -125,7 +122,8 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=SHAPE.problems, help="of 16 trajectories each")
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     options = parser.parse_args()
-    result = asyncio.run(measure(options))
+    with running_judge() as service:
+        result = asyncio.run(measure(options, service.url))
     print(json.dumps(result), flush=True)
     write_result(options.out, result)
 

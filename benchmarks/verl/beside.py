@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from benchmarks.logged import logged
 from benchmarks.verl.dumps import add_tool_errors
 from benchmarks.verl.export import CODE, export
-from rstar2_megatron.judge.client.service import CodeJudgeService
+from rstar2_megatron.judge.client.service import JudgeService
 from rstar2_megatron.report.curves import main as draw
 from rstar2_megatron.report.names import panel
 from rstar2_megatron.report.read import read_logs
@@ -144,7 +144,7 @@ class Beside:
         dumps = directory / "rollouts"
         keys = {**_ON_A_CPU, "trainer.rollout_data_dir": dumps}
         command = ["bash", str(directory / "run_verl.sh"), *(f"{key}={value}" for key, value in keys.items())]
-        judge = CodeJudgeService(settings.tools.codejudge, directory / "judge.log")
+        judge = JudgeService(settings.tools.codejudge, directory / "judge.log")
         # verl, its Ray and its loggers leave their temporary files
         with tempfile.TemporaryDirectory(prefix="verl-", ignore_cleanup_errors=True) as temporary:
             try:

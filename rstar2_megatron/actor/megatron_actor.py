@@ -147,10 +147,8 @@ class MegatronActor:
         mini-batch on all ranks, so neither packing nor the number of ranks changes the gradient.
         mini_batch_rows: only for loss_agg_func "released-verl" (see `algorithm.loss.aggregate`).
         Returns metrics, identical on all ranks. Log-prob differences to the engine are measured before the first
-        update of the step. Raises ValueError for an empty batch.
+        update of the step.
         """
-        if not sequences:
-            raise ValueError("train_step got no sequences: skip the step when every group was rejected")
         started = time.monotonic()
         algorithm = self.algorithm
         minibatches = split_minibatches(len(sequences), algorithm.n_minibatches)
@@ -196,8 +194,6 @@ class MegatronActor:
         """One optimizer step of mean cross entropy over `loss_mask`, at `lr` (None: the schedule's); collective."""
         started = time.monotonic()
         trained = sum(s.num_trained_tokens for s in sequences)
-        if not trained:
-            raise ValueError(f"sft_step got {len(sequences)} sequences without a trained token")
         plan = self._plan(sequences)
         loss = sft_loss(float(trained))
         step = self._update(sequences, plan, loss, temperature=1.0, lr=lr)

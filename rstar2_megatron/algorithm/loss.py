@@ -57,7 +57,7 @@ def aggregate(
     - seq-mean-token-sum: token sums averaged over sequences.
     - released-verl: token mean inside a micro-batch, weighted by rows / mini_batch_rows.
     - released-rlinf: token mean inside a micro-batch, all micro-batches of all ranks have the same weight.
-    Raises ValueError for missing operands.
+    Raises ValueError where `mini_batch_rows` is missing.
     """
     counts = torch.as_tensor(token_counts, dtype=torch.float64)
     trained = counts > 0
@@ -67,8 +67,6 @@ def aggregate(
         weights = torch.ones_like(counts) if kind == "seq-mean-token-sum" else _inverse(counts)
         return Aggregation(weights, max(trained.sum().item(), 1.0))
 
-    if microbatch_of is None or len(microbatch_of) != len(counts):
-        raise ValueError(f"loss aggregation {kind!r} needs microbatch_of with {len(counts)} entries")
     distinct, place = torch.as_tensor(microbatch_of, dtype=torch.long).unique(return_inverse=True)
     tokens = counts.new_zeros(len(distinct)).index_add_(0, place, counts)
     if kind == "released-verl":
@@ -204,10 +202,7 @@ def policy_loss(
     Returns the loss (0-dim; zero with a gradient of zeros when nothing is trained) and detached 0-dim sums over the
     tokens, to be summed over micro-batches and ranks and divided by `tokens`: `tokens`, `ratio`, `approx_kl` (old - new, the
     k1 estimate), `entropy`, `pg_loss` (before any weight), and the loss's own values by `value_key`.
-    Raises ValueError when the denominator is not positive.
     """
-    if not denominator > 0:
-        raise ValueError(f"denominator must be positive, got {denominator}")
     token_loss, values = loss(tokens)
     objective = token_loss
     if tis_weights is not None:

@@ -81,8 +81,6 @@ def resample_on_correct(
     wanted: False for trajectories that a filter leaves out; None: all are wanted.
     Raises ValueError for a trajectory that is not graded or that infrastructure spoiled.
     """
-    if len(groups) != len(seeds):
-        raise ValueError(f"{len(groups)} groups but {len(seeds)} seeds")
     is_resampled = config.mode in ("paper", "released")
     measure = load_penalty(config.penalty or (config.mode if is_resampled else "paper"))
     wanted = wanted or [[True] * len(group) for group in groups]

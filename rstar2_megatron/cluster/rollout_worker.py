@@ -17,7 +17,7 @@ from rstar2_megatron.cluster.tracing import TracedWorker, traced
 from rstar2_megatron.cluster.weights import WeightReceiver
 from rstar2_megatron.judge.client.client import JudgeClient
 from rstar2_megatron.records.trace import TraceRow, engine_row
-from rstar2_megatron.rollout.build import make_agent_loop
+from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.engine.client import EngineClient, MemoryTag
 from rstar2_megatron.rollout.engine.protocol import EngineLost
@@ -189,7 +189,7 @@ class RolloutWorker(TracedWorker, Worker):
         store = self._store = TokenStore(self._number)
         self._generating = asyncio.current_task()
         rollout, most = self._settings.rollout, self._settings.runner.seq_length
-        loop = make_agent_loop(self._engine, self._judge, self._template, spec, rollout, most)
+        loop = AgentLoop.of(self._engine, self._judge, self._template, spec, rollout, most)
         if self._budget is None:  # kept across steps: the adaptive policy learns lengths
             capacity = self._engine.kv_capacity_tokens
             self._budget = make_budget(rollout.scheduler, capacity, rollout.max_running_requests)

@@ -88,8 +88,8 @@ def run(benchmarks: Mapping[str, Sequence[Problem]], sampling: SamplingSettings,
     part_of = {p.query_id: name for name, members in benchmarks.items() for p in members}
     k = sampling.spec.samples
     print(
-        f"{len(problems)} problems x {k}, temperature {sampling.spec.temperature}, at most "
-        f"{sampling.spec.max_assistant_turns} turns and {sampling.spec.max_new_tokens} response tokens; model "
+        f"{len(problems)} problems x {k}, temperature {sampling.spec.sampling.temperature}, at most "
+        f"{sampling.spec.max_assistant_turns} turns and {sampling.spec.sampling.max_new_tokens} response tokens; model "
         f"{sampling.rollout.model.model_path}",
         flush=True,
     )

@@ -24,7 +24,7 @@ from rstar2_megatron.reward.answer_text import worked_note
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.settings.load import load_settings
 from rstar2_megatron.settings.placement import visible_gpus
-from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.settings.schema import SamplingParams, Settings
 from rstar2_megatron.settings.sections.rollout import CONTEXT_SLACK
 from rstar2_megatron.trajectory import Problem
 
@@ -127,10 +127,7 @@ def configure(arguments: argparse.Namespace) -> tuple[Settings, SamplingSettings
         print(f"note: prompt and response share the model's {most} tokens", file=sys.stderr)
     spec = RolloutSpec(
         samples=arguments.samples,
-        temperature=arguments.temperature,
-        top_p=arguments.top_p,
-        top_k=-1,
-        max_new_tokens=tokens,
+        sampling=SamplingParams(temperature=arguments.temperature, top_p=arguments.top_p, max_new_tokens=tokens),
         max_assistant_turns=arguments.max_turns,
     )
     gpus, _ = visible_gpus()

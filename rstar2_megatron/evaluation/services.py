@@ -15,18 +15,15 @@ import torch
 from transformers import AutoTokenizer
 
 from rstar2_megatron.judge.client.client import JudgeClient
-from rstar2_megatron.judge.client.service import CodeJudgeService
+from rstar2_megatron.judge.client.service import JudgeService
 from rstar2_megatron.reward.rewards import Rewards
 from rstar2_megatron.rollout.agent_loop import AgentLoop
-from rstar2_megatron.rollout.build import make_agent_loop
 from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt
 from rstar2_megatron.rollout.engine.client import EngineClient
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.services.run_temporary import RunTemporary
 from rstar2_megatron.settings.schema import AgentLoopSettings, CodeJudgeSettings, RewardSettings, RolloutSettings, Settings
 from rstar2_megatron.trajectory import Problem
-
-_SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "max_assistant_turns")
 
 
 def weights_of(model: Path) -> list[list[Any]]:
@@ -83,7 +80,7 @@ class SamplingSettings:
             "model": str(model.resolve()),
             "weights": weights_of(model),
             "precision": self.rollout.model.precision,
-            "sampling": {name: getattr(self.spec, name) for name in _SAMPLING},
+            "sampling": {**self.spec.sampling.model_dump(), "max_assistant_turns": self.spec.max_assistant_turns},
             "max_context_tokens": self.max_context_tokens,
             "agentloop": self.agentloop.model_dump(mode="json"),
             "judge": self.codejudge.model_dump(mode="json", include={"time_limit_s", "memory_mb"}),
@@ -102,7 +99,7 @@ class Services:
 
     def agent_loop(self, engine: EngineClient, settings: SamplingSettings) -> AgentLoop:
         """The agent loop of one of the engines, with the sampling of `settings`."""
-        return make_agent_loop(engine, self.judge, self.template, settings.spec, settings.rollout, settings.max_context_tokens)
+        return AgentLoop.of(engine, self.judge, self.template, settings.spec, settings.rollout, settings.max_context_tokens)
 
 
 @contextlib.asynccontextmanager
@@ -121,7 +118,7 @@ async def running_services(settings: SamplingSettings, problems: Sequence[Proble
     logs.mkdir(parents=True, exist_ok=True)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(RunTemporary().remove)  # after the processes that leave files there
-        service = CodeJudgeService(settings.codejudge, logs / "judge.log", needed=settings.agentloop.needs_judge)
+        service = JudgeService(settings.codejudge, logs / "judge.log", needed=settings.agentloop.needs_judge)
         stack.callback(service.stop)
         service.begin()
         engines = [_engine(settings, i, logs) for i in range(settings.num_engines)]

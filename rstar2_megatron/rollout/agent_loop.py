@@ -24,11 +24,12 @@ from rstar2_megatron.rollout.dialogue import Dialogue
 from rstar2_megatron.rollout.engine.client import EngineClient
 from rstar2_megatron.rollout.engine.protocol import INTERRUPTED, EngineError, EngineLost, GenerateResult, GenerationTimeout
 from rstar2_megatron.rollout.engine.seeds import request_seed
+from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.rollout.stats import RolloutStats
 from rstar2_megatron.rollout.tool import Judge
 from rstar2_megatron.rollout.tool_call import ParsedCall, check_call
 from rstar2_megatron.rollout.tool_runner import ToolRunner
-from rstar2_megatron.settings.schema import AgentLoopSettings, SamplingParams
+from rstar2_megatron.settings.schema import AgentLoopSettings, RolloutSettings, SamplingParams
 from rstar2_megatron.trajectory import FinishReason, Problem, ToolCall, ToolOutcome, Trajectory, VersionSpan
 
 log = logging.getLogger(__name__)
@@ -86,6 +87,28 @@ class AgentLoop:
     def __post_init__(self, judge: Judge) -> None:
         self.tools = ToolRunner(judge, self.settings, self.template.tools)
         self.conversations = Conversations(self.settings)
+
+    @classmethod
+    def of(
+        cls,
+        engine: EngineClient,
+        judge: Judge,
+        template: ChatTemplate,
+        spec: RolloutSpec,
+        rollout: RolloutSettings,
+        max_context_tokens: int,
+    ) -> AgentLoop:
+        """With the sampling and the limits of `spec`."""
+        return cls(
+            engine,
+            judge,
+            template,
+            template.settings.model_copy(update={"max_assistant_turns": spec.max_assistant_turns}),
+            spec.sampling,
+            max_context_tokens=max_context_tokens,
+            timeout_s=rollout.trajectory_timeout_s,
+            seed=spec.seed,
+        )
 
     def response_budget(self, prompt_tokens: int) -> int:
         """Largest response in tokens, tool responses included."""
@@ -240,11 +263,8 @@ class Turns:
 
     async def _generate(self) -> GenerateResult:
         """Generate from the current tokens. After an engine loss the request is repeated from the same tokens."""
-        sampling = self.loop.sampling
         parameters: dict[str, Any] = {
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
+            **self.loop.sampling.model_dump(),  # whose names are SGLang's
             "max_new_tokens": self.budget - len(self.trajectory.response_ids),
             "stop_token_ids": self.loop.template.stop_token_ids,
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rstar2_megatron.rollout.phase import Tail
-from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.settings.schema import SamplingParams, Settings
 
 
 @dataclass(frozen=True)
@@ -13,10 +13,7 @@ class RolloutSpec:
     """Sampling and limits of one phase."""
 
     samples: int  # trajectories per problem
-    temperature: float
-    top_p: float
-    top_k: int
-    max_new_tokens: int  # response budget in tokens, tool responses included
+    sampling: SamplingParams
     max_assistant_turns: int
     tail: Tail = "wait"
     resume_carried: bool = False  # resume the groups that the last training phase carried over
@@ -26,13 +23,9 @@ class RolloutSpec:
 
     @classmethod
     def training(cls, settings: Settings, step: int = 0) -> RolloutSpec:
-        sampling = settings.algorithm.sampling_params
         return cls(
             samples=settings.algorithm.group_size,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_new_tokens=sampling.max_new_tokens,
+            sampling=settings.algorithm.sampling_params,
             max_assistant_turns=settings.agentloop.max_assistant_turns,
             tail=settings.rollout.tail,
             resume_carried=True,
@@ -42,13 +35,11 @@ class RolloutSpec:
 
     @classmethod
     def evaluation(cls, settings: Settings) -> RolloutSpec:
-        sampling, evaluation = settings.algorithm.sampling_params, settings.evaluation
+        evaluation = settings.evaluation
+        most = evaluation.max_new_tokens or settings.algorithm.sampling_params.max_new_tokens
         return cls(
             samples=evaluation.num_samples,
-            temperature=evaluation.temperature,
-            top_p=1.0,
-            top_k=-1,
-            max_new_tokens=evaluation.max_new_tokens or sampling.max_new_tokens,
+            sampling=SamplingParams(temperature=evaluation.temperature, max_new_tokens=most),
             max_assistant_turns=evaluation.max_assistant_turns or settings.agentloop.max_assistant_turns,
             seed=_seed(settings),
         )

@@ -23,7 +23,7 @@ from rstar2_megatron.data.loader import ProblemLoader
 from rstar2_megatron.data.problems import drop_long_prompts, read_problems
 from rstar2_megatron.evaluation.held_out import evaluate
 from rstar2_megatron.extension.user_code import all_user_code
-from rstar2_megatron.judge.client.service import CodeJudgeService
+from rstar2_megatron.judge.client.service import JudgeService
 from rstar2_megatron.records import checkpoint
 from rstar2_megatron.records.checkpoint import CheckpointNote, UnfinishedCheckpoint, load_data_state
 from rstar2_megatron.records.model_format import write_format
@@ -58,7 +58,7 @@ class RLRun(ClusterRun):
 
     def __init__(self, settings: Settings, signals: StopSignals) -> None:
         super().__init__(settings, signals)
-        self.judge = CodeJudgeService(
+        self.judge = JudgeService(
             settings.tools.codejudge,
             self.directory / "logs" / "judge.log",
             host=listening_address(settings.cluster.num_nodes),

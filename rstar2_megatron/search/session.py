@@ -110,7 +110,8 @@ def seeded(rollout: RolloutSettings) -> RolloutSettings:
 def loop_sampling(sampling: SamplingSettings, search: SearchSettings) -> SamplingSettings:
     """The agent loop's sampling in a search."""
     turns = search.depth + (search.rules == "released")
-    spec = replace(sampling.spec, temperature=search.temperature, top_p=search.top_p, max_assistant_turns=turns)
+    params = sampling.spec.sampling.model_copy(update={"temperature": search.temperature, "top_p": search.top_p})
+    spec = replace(sampling.spec, sampling=params, max_assistant_turns=turns)
     agentloop = sampling.agentloop.model_copy(update={"max_assistant_turns": turns})
     return replace(sampling, spec=spec, agentloop=agentloop)
 

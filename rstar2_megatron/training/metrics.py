@@ -78,11 +78,9 @@ def staleness_metrics(kept: Sequence[Trajectory], version: int, bound: int) -> M
 
 def rollout_metrics(groups: Sequence[Group], resampled: Sequence[ResampleResult]) -> Metrics:
     """Metrics of graded groups and of their resampling results. Raises ValueError when the numbers differ."""
-    if len(groups) != len(resampled):
-        raise ValueError(f"{len(groups)} groups but {len(resampled)} resampling results")
     every = [t for group in groups for t in group.trajectories]
     usable = [t for group in groups for t in group.usable]
-    survived = [t for group, result in zip(groups, resampled) if not result.rejected for t in group.usable]
+    survived = [t for group, result in zip(groups, resampled, strict=True) if not result.rejected for t in group.usable]
     kept = [t for result in resampled for t in result.kept]
 
     metrics: Metrics = {}

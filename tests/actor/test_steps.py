@@ -264,8 +264,3 @@ def test_step_with_an_infinite_gradient_is_skipped_and_counted(pool: RankPool, m
         assert metrics["actor/skipped_steps"] == 1
         assert not math.isfinite(metrics["actor/grad_norm"])
         assert untouched
-
-
-def test_empty_batch_is_an_error(pool: RankPool, models: dict[str, Path]) -> None:
-    with pytest.raises(RuntimeError, match="skip the step when every group was rejected"):
-        pool.run(training.train, 1, settings(), models["qwen2"], [[]])

@@ -298,5 +298,3 @@ def test_mistakes_are_named() -> None:
         resample([trajectory(None)], config())
     with pytest.raises(ValueError, match="q#5: spoiled by infrastructure"):
         resample([trajectory(0.0, index=5, finish=FinishReason.INFRASTRUCTURE)], config())
-    with pytest.raises(ValueError, match="1 groups but 2 seeds"):
-        resample_on_correct([group([0, 1])], config(), ["a", "b"])

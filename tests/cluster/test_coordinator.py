@@ -7,6 +7,7 @@ from typing import Any
 from rstar2_megatron.cluster.phases.coordinator import RolloutCoordinator
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.settings.load import load_settings
+from rstar2_megatron.settings.schema import SamplingParams
 from rstar2_megatron.trajectory import Problem
 from tests.cluster.played_engines import PlayedEngines, driver_end
 
@@ -30,7 +31,7 @@ def test_what_a_worker_held_that_dies_in_a_phases_last_second_is_rolled_out_agai
     engines = LastMoment(shuffled=False)
     engines.hold, engines.left = True, 4 * 3
     coordinator = RolloutCoordinator(driver_end(engines), settings)
-    spec = RolloutSpec(3, 1.0, 1.0, -1, max_new_tokens=96, max_assistant_turns=1)
+    spec = RolloutSpec(3, SamplingParams(max_new_tokens=96), max_assistant_turns=1)
     done = coordinator.run([Problem(str(n), [], []) for n in range(4)], spec, "rollout")
     every = [t for group in done.groups for t in group.trajectories]
     assert len(every) == 4 * 3 and all(t.usable for t in every)

@@ -24,7 +24,7 @@ from rstar2_megatron.cluster.reward_worker import RewardWorker
 from rstar2_megatron.cluster.rollout_group import RolloutGroup
 from rstar2_megatron.rollout.messages import EngineGone, WorkRequest
 from rstar2_megatron.rollout.spec import RolloutSpec
-from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.settings.schema import SamplingParams, Settings
 from rstar2_megatron.training.trainer import Trainer
 from rstar2_megatron.trajectory import Problem
 from tests.cluster.conftest import CALL_S, Launch, for_sync, sync_in_turn
@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.ci, pytest.mark.timeout(600)]
 
 JUDGE = "http://127.0.0.1:9"  # nobody listens there, and nobody calls a tool here
 START_S = 300.0
-SPEC = RolloutSpec(4, 1.0, 1.0, -1, max_new_tokens=96, max_assistant_turns=1)
+SPEC = RolloutSpec(4, SamplingParams(max_new_tokens=96), max_assistant_turns=1)
 
 
 def problem(number: int) -> Problem:

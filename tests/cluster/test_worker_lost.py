@@ -16,7 +16,7 @@ from rstar2_megatron.rollout.phase import RolloutPhase
 from rstar2_megatron.rollout.scheduling.length_estimate import LengthSurvival
 from rstar2_megatron.rollout.scheduling.work_queue import WorkQueue
 from rstar2_megatron.rollout.spec import RolloutSpec
-from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.settings.schema import SamplingParams, Settings
 from rstar2_megatron.training import weight_sync
 from rstar2_megatron.trajectory import FinishReason, HeldTokens, Problem, Trajectory
 from rstar2_megatron.weights.route import RouteKind
@@ -95,7 +95,7 @@ def served() -> tuple[PhaseServer, Any, list[tuple[str, Any]]]:
         lengths=LengthSurvival(100),
         show_progress=None,
     )
-    spec = RolloutSpec(4, 1.0, 1.0, -1, max_new_tokens=96, max_assistant_turns=1)
+    spec = RolloutSpec(4, SamplingParams(max_new_tokens=96), max_assistant_turns=1)
     run = PhaseServer(end, phase, replace(spec, phase=1), "rollout", PhaseEvents())
     while phase.queue.left:
         run.handle(WorkRequest(0, 1, 8), 0.0)

@@ -87,7 +87,8 @@ def test_the_papers_protocol_is_the_default(data: Path, tmp_path: Path, capsys: 
         model = model_of_context(tmp_path / str(tokens), tokens)
         _, sampling = configure(parse(["--model", str(model), "--data", str(data)]))
         spec = sampling.spec
-        assert (spec.samples, spec.temperature, spec.max_assistant_turns, spec.max_new_tokens) == (16, 0.6, 30, response)
+        params = spec.sampling
+        assert (spec.samples, params.temperature, spec.max_assistant_turns, params.max_new_tokens) == (16, 0.6, 30, response)
     assert "share the model's 4088 tokens" in capsys.readouterr().err
 
 

@@ -48,7 +48,7 @@ def settings(*words: str):
 def test_scores_of_all_and_of_each_task(tmp_path: Path) -> None:
     phase = FinishedPhase({"a": [1.0, 0.0], "b": [1.0, 1.0], "c": [0.0, None]})
     result = evaluate(phase, PROBLEMS, settings("evaluation.temperature=0.3"), "held-out at step 4", tmp_path / "e")  # type: ignore[arg-type]
-    assert phase.spec is not None and (phase.spec.samples, phase.spec.temperature) == (2, 0.3)
+    assert phase.spec is not None and (phase.spec.samples, phase.spec.sampling.temperature) == (2, 0.3)
     metrics = result.metrics()
     assert result.average == metrics["eval/average"] == pytest.approx(0.5)
     assert metrics["eval/missing"] == 1 and metrics["eval/problems"] == 3

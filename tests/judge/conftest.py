@@ -9,8 +9,10 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from benchmarks.judge.running import running_judge
 from rstar2_megatron.judge.client.service import JudgeService
 from rstar2_megatron.services.redis_server import RedisServer
+from rstar2_megatron.settings.schema import CodeJudgeSettings
 from tests.judge.in_process import Judge
 from tests.judge.in_process import judge as in_process
 
@@ -21,9 +23,10 @@ Run = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="session")
-def judge() -> Iterator[JudgeService]:
+def judge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JudgeService]:
     """HTTP, Redis, two slots."""
-    service = JudgeService(workers=2, time_limit_s=60.0, memory_mb=MEMORY_MB)
+    settings = CodeJudgeSettings(num_workers=2, time_limit_s=60.0, memory_mb=MEMORY_MB)
+    service = JudgeService(settings, tmp_path_factory.mktemp("judge") / "judge.log")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("SOME_SECRET_TOKEN", SECRET)
         service.begin()
@@ -60,7 +63,7 @@ def run(http: httpx.Client) -> Run:
 def crowded() -> Iterator[JudgeService]:
     """Eight slots a core of two, three of which may compute, and so many sessions that descriptors go beyond 1,023."""
     extra = ("--max-running", "3", "--sessions", "500")
-    with JudgeService(workers=16, time_limit_s=60.0, extra_arguments=extra) as service:
+    with running_judge(num_workers=16, time_limit_s=60.0, extra_arguments=extra) as service:
         yield service
 
 

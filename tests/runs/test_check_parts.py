@@ -309,8 +309,8 @@ def test_a_judge_that_refuses_its_isolation_says_so_with_the_ways_out(tmp_path: 
         log = "warning: own_uid: not root\n" * 40 + "isolation 'partial' is required, this machine gives 'minimal'"
         raise JudgeServiceError(f"the Code Judge ended with code 1\n{log}")
 
-    monkeypatch.setattr(judge.CodeJudgeService, "begin", lambda self: None)
-    monkeypatch.setattr(judge.CodeJudgeService, "wait_ready", refuse)
+    monkeypatch.setattr(judge.JudgeService, "begin", lambda self: None)
+    monkeypatch.setattr(judge.JudgeService, "wait_ready", refuse)
     with pytest.raises(CheckFailed) as failed:
         judge.judge(context())
     assert failed.value.words == "isolation 'partial' is required, this machine gives 'minimal'"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.judge.running import running_judge
 from rstar2_megatron.judge.client.service import JudgeService
 from rstar2_megatron.records.whole_file import write_jsonl
 from rstar2_megatron.services.process import free_port
@@ -23,8 +25,8 @@ AWAY_S = 5.0
 COPIES = 4  # of each problem, so that a stop falls into the middle
 
 
-def judge_at(port: int) -> JudgeService:
-    return JudgeService(port=port, workers=1, time_limit_s=1.0)
+def judge_at(port: int) -> AbstractContextManager[JudgeService]:
+    return running_judge(host_port=port, num_workers=1, time_limit_s=1.0)
 
 
 def command(model: Path, data: Path, out: Path, port: int) -> list[str]:

@@ -26,8 +26,7 @@ class ScoreActor(MegatronActor):
     def preference_step(self, sequences: Sequence[TrainSequence], pairs: Pairs, lr: float | None = None) -> dict[str, float]:
         """One optimizer step on the comparisons `pairs` of the prefixes `sequences`; collective.
 
-        lr: None uses the schedule's rate. Raises ValueError when there is no pair or a comparison does not fit a
-        micro-batch.
+        lr: None uses the schedule's rate. Raises ValueError when a comparison does not fit a micro-batch.
         """
         started = time.monotonic()
         plan = self._plan_comparisons(sequences, pairs)
@@ -49,8 +48,6 @@ class ScoreActor(MegatronActor):
 
     def _plan_comparisons(self, sequences: Sequence[TrainSequence], pairs: Pairs) -> MicroBatchPlan:
         """Micro-batches of whole comparisons."""
-        if not len(pairs.better):
-            raise ValueError(f"a preference step got {len(sequences)} prefixes without a pair")
         ranges = pairs.ranges
         lengths = [sum(sequences[i].length for i in members) for members in ranges]
         check_room(max(lengths), self.runner.max_tokens_per_mbs * self.layout.context)

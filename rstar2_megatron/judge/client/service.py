@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import secrets
-import shutil
 import subprocess
 import sys
 import threading
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import TextIO
 from urllib.parse import urlsplit
 
-from rstar2_megatron.services.owned_directory import make_owned_directory
 from rstar2_megatron.services.process import PortTaken, is_loopback, listen, start_child, terminate_tree
 from rstar2_megatron.services.redis_server import check_redis
 from rstar2_megatron.settings.schema import CodeJudgeSettings
@@ -28,6 +26,7 @@ _RESTARTS_IN_A_ROW = 3
 _STEADY_S = 60.0  # a service that ran for so long is no failed restart
 RECOVERED = "started again"
 """In each line of the service's log that says that a part of it died."""
+_NO_JUDGE = "http://none.invalid"  # a client has an address, also one that makes no call
 _SILENCE_S = 8.0  # how long to wait for the first answer of a judge that the YAML names
 WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Opens a judge's addresses as the client does: HTTP_PROXY of the environment is for other hosts."""
@@ -38,51 +37,75 @@ class JudgeServiceError(RuntimeError):
 
 
 class JudgeService:
-    """A Code Judge as a child process: HTTP, Redis (unless `redis_uri` names one) and execution slots.
+    """A Code Judge as a child process: HTTP, Redis (unless the YAML names one) and execution slots.
 
-    `start()`, or `begin()` and later `wait_ready()` so that other services can start meanwhile. Start it from the main
-    thread: the kernel ends the service together with the thread that started it. After `watch()` it is started again
-    whenever it ends.
+    Or the running judge that the YAML names, or none where no tool needs it: then nothing is started, watched or stopped.
+    `begin()` and later `wait_ready()`, so that other services can start meanwhile. Start it from the main thread: the kernel
+    ends the service together with the thread that started it. After `watch()` it is started again whenever it ends.
     """
 
     def __init__(
         self,
-        *,
+        settings: CodeJudgeSettings,
+        log_path: Path,
         host: str = "127.0.0.1",
-        port: int = 0,
-        redis_uri: str | None = None,
-        workers: int = 2,
-        time_limit_s: float = 4.0,
-        memory_mb: int = 512,
-        log_path: str | Path | None = None,
+        *,
+        needed: bool = True,
         extra_arguments: tuple[str, ...] = (),
     ) -> None:
-        self.arguments = ["--host", host, "--port", str(port), "--workers", str(workers)]
-        self.arguments += ["--time-limit-s", str(time_limit_s), "--memory-mb", str(memory_mb)]
-        self.arguments += ["--redis-uri", redis_uri or ""]  # "": one of its own, whatever REDIS_URI says
+        """host: where our own listens. Beyond loopback it asks for JUDGE_TOKEN, which is made here if there is none.
+
+        needed: `agentloop.needs_judge`; False: nothing is started, and the URL is that of no host.
+        extra_arguments: of `python -m rstar2_megatron.judge all`, where the last one of a kind counts.
+        """
+        self.settings = settings
+        self.arguments = ["--host", host, "--port", str(settings.host_port or 0), "--workers", str(settings.num_workers)]
+        self.arguments += ["--time-limit-s", str(settings.time_limit_s), "--memory-mb", str(settings.memory_mb)]
+        self.arguments += ["--redis-uri", settings.redis_uri or ""]  # "": one of its own, whatever REDIS_URI says
         self.arguments += extra_arguments
-        self.log_path = Path(log_path) if log_path else None
+        self.log_path = log_path
         self.process: subprocess.Popen[bytes] | None = None
         self.url = ""
-        self.redis_uri = redis_uri or ""
+        self.redis_uri = ""
         self.restarts = 0
         """How often a watched service was started again, failed starts included."""
         self.failure: JudgeServiceError | None = None
         """Why a watched service is given up."""
-        self._directory: Path | None = None  # log and port file, where no log_path is given
+        self._host, self._needed = host, needed
+        named = f"http://{settings.host_addr}:{settings.host_port or 8088}" if settings.host_addr is not None else ""
+        self._named_url = named if needed else _NO_JUDGE
+        if not self._named_url and not is_loopback(host):
+            os.environ.setdefault("JUDGE_TOKEN", secrets.token_urlsafe(24))  # RLinf hands it to workers on all nodes
+        self._port_file = log_path.with_suffix(".json")
         self._deadline = 0.0
         self._log_start = 0  # where the log of this start begins, in bytes
         self._watcher: threading.Thread | None = None
         self._stopping = threading.Event()
 
     def begin(self) -> None:
-        """Start without waiting."""
-        if self._watcher is None:
-            self._stopping.clear()
+        """Start without waiting.
+
+        A judge, Redis or port named in the YAML is checked first, before Ray and the engines start.
+        Raises JudgeServiceError, RedisUnavailable.
+        """
+        if self._named_url:
+            if self._needed:
+                self._wait_for_named()
+            return
+        if self.settings.redis_uri:
+            check_redis(self.settings.redis_uri)
+        if port := self.settings.host_port:
+            try:
+                listen(self._host, port).close()
+            except PortTaken as error:
+                raise JudgeServiceError(
+                    f"the Code Judge cannot listen on tools.codejudge.host_port={port} ({error.reason}): stop what uses it, "
+                    "choose another, or set null for a free one"
+                ) from None
+        self._launch()
+
+    def _launch(self) -> None:
         self._deadline = time.monotonic() + _START_TIMEOUT_S
-        if self.log_path is None:
-            self._directory = make_owned_directory("rstar2-judge-start-")
-            self.log_path = self._directory / "judge.log"
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._port_file.unlink(missing_ok=True)
         command = [sys.executable, "-m", "rstar2_megatron.judge", "all", *self.arguments]
@@ -91,14 +114,11 @@ class JudgeService:
             self._log_start = output.tell()
             self.process = start_child(command, output)
 
-    @property
-    def _port_file(self) -> Path:
-        assert self.log_path is not None
-        return self.log_path.with_suffix(".json")
-
     def wait_ready(self) -> str:
         """Block until it answers. Returns its URL. Raises JudgeServiceError with the end of its log."""
-        assert self.process is not None and self.log_path is not None, "wait_ready() before begin()"
+        if self._named_url:
+            return self._named_url
+        assert self.process is not None, "wait_ready() before begin()"
         while not self._port_file.exists():
             code = self.process.poll()
             if code is not None or time.monotonic() > self._deadline or self._stopping.is_set():
@@ -111,12 +131,6 @@ class JudgeService:
         self.url, self.redis_uri = told["url"], told["redis_uri"]
         return self.url
 
-    def start(self) -> JudgeService:
-        """Start and wait until ready. Raises JudgeServiceError."""
-        self.begin()
-        self.wait_ready()
-        return self
-
     def alive(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
@@ -124,8 +138,10 @@ class JudgeService:
         """Start the service again whenever it ends, on the same port, until `stop`.
 
         Clients wait for it, and send again what it had not answered. Live interpreters are lost with it. After
-        `_RESTARTS_IN_A_ROW` restarts that failed it is given up, and `check` raises.
+        `_RESTARTS_IN_A_ROW` restarts that failed it is given up, and `check` raises. A judge that the YAML names is left alone.
         """
+        if self._named_url:
+            return
         port = urlsplit(self.url).port
         self.arguments += ["--port", str(port)]  # the last one counts
         self._watcher = threading.Thread(target=self._keep_alive, name="judge watch", daemon=True)
@@ -137,7 +153,6 @@ class JudgeService:
             raise self.failure
 
     def _keep_alive(self) -> None:
-        assert self.log_path is not None
         with self.log_path.open(errors="replace") as log:
             log.seek(0, os.SEEK_END)
             self._look_after(log)
@@ -162,7 +177,7 @@ class JudgeService:
             in_a_row += 1
             self.restarts += 1
             try:
-                JudgeService.begin(self)  # the checks of a first start are about what the YAML names
+                self._launch()  # the checks of `begin` are about what the YAML names
                 self.wait_ready()
             except (JudgeServiceError, OSError) as error:
                 words = str(error)
@@ -182,73 +197,6 @@ class JudgeService:
         if self.process is not None and self.process.poll() is None:
             terminate_tree(self.process.pid, grace_s=20.0)
             self.process.wait(timeout=5.0)
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
-            self._directory = self.log_path = None
-
-    def __enter__(self) -> JudgeService:
-        return self.start()
-
-    def __exit__(self, *exc: object) -> None:
-        self.stop()
-
-
-_NO_JUDGE = "http://none.invalid"  # a client has an address, also one that makes no call
-
-
-class CodeJudgeService(JudgeService):
-    """Starts a judge, or checks that the one named in the settings answers. None of both where no tool needs it."""
-
-    def __init__(self, settings: CodeJudgeSettings, log_path: Path, host: str = "127.0.0.1", *, needed: bool = True) -> None:
-        """host: where our own listens. Beyond loopback it asks for JUDGE_TOKEN, which is made here if there is none.
-
-        needed: `agentloop.needs_judge`; False: nothing is started, and the URL is that of no host.
-        """
-        super().__init__(
-            host=host,
-            port=settings.host_port or 0,
-            redis_uri=settings.redis_uri,
-            workers=settings.num_workers,
-            time_limit_s=settings.time_limit_s,
-            memory_mb=settings.memory_mb,
-            log_path=log_path,
-        )
-        self.settings = settings
-        self._host, self._needed = host, needed
-        named = f"http://{settings.host_addr}:{settings.host_port or 8088}" if settings.host_addr is not None else ""
-        self._named_url = named if needed else _NO_JUDGE
-        if not self._named_url and not is_loopback(host):
-            os.environ.setdefault("JUDGE_TOKEN", secrets.token_urlsafe(24))  # RLinf hands it to workers on all nodes
-
-    def begin(self) -> None:
-        """Start without waiting, so that other services can start at the same time.
-
-        A judge, Redis or port named in the YAML is checked first, before Ray and the engines start.
-        Raises JudgeServiceError, RedisUnavailable.
-        """
-        if self._named_url:
-            if self._needed:
-                self._wait_for_named()
-            return
-        if self.settings.redis_uri:
-            check_redis(self.settings.redis_uri)
-        if port := self.settings.host_port:
-            try:
-                listen(self._host, port).close()
-            except PortTaken as error:
-                raise JudgeServiceError(
-                    f"the Code Judge cannot listen on tools.codejudge.host_port={port} ({error.reason}): stop what uses it, "
-                    "choose another, or set null for a free one"
-                ) from None
-        super().begin()
-
-    def wait_ready(self) -> str:
-        return self._named_url or super().wait_ready()
-
-    def watch(self) -> None:
-        """As `JudgeService.watch`. A judge that the YAML names is left alone."""
-        if not self._named_url:
-            super().watch()
 
     def _wait_for_named(self) -> None:
         deadline = time.monotonic() + _SILENCE_S

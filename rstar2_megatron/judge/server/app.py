@@ -201,7 +201,6 @@ def create_app(
     *,
     queue_time_limit_s: float | None = None,
     max_queued: int = 100_000,
-    token: str | None = None,
 ) -> FastAPI:
     """The application. Arguments that are None come from the public server's environment variables."""
     if queue_time_limit_s is None:
@@ -217,7 +216,7 @@ def create_app(
         await broker.stop()
 
     app = FastAPI(title="Code Judge", lifespan=lifespan)
-    app.add_middleware(_guard, server=server, token=token or os.environ.get("JUDGE_TOKEN"))
+    app.add_middleware(_guard, server=server, token=os.environ.get("JUDGE_TOKEN"))
     _add_errors(app, server)
     _add_routes(app, server)
     return app

@@ -109,7 +109,8 @@ class EngineClient(SupervisedEngine):
         """Load what was kept into an engine that was restarted before all of it was here. One caller does it for all."""
         async with self._recovering:
             if self._missing_weights and self._kept:
-                await self._restarted()
+                with self._changing():
+                    await self._restarted()
 
     async def _restarted(self) -> None:
         update = -1
@@ -278,12 +279,9 @@ class EngineClient(SupervisedEngine):
     ) -> None:
         """Load the buckets and empty the KV cache. New buckets are kept for a restart, up to `keep_weights_bytes`.
 
-        `again` sends kept buckets, which stay kept. After EngineLost the buckets that have arrived stay kept.
+        `again` sends kept buckets, which stay kept. After EngineLost the buckets that have arrived stay kept. The caller has
+        marked the engine as `_changing`.
         """
-        with self._changing():
-            await self._send_buckets(child, buckets, again)
-
-    async def _send_buckets(self, child: EngineChild, buckets: AsyncIterable[tuple[WeightBucket, bool]], again: bool) -> None:
         self._missing_weights, sent = True, str(self.weight_version)
         await self._update_call(child, "begin_update")
         try:

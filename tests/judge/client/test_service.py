@@ -15,9 +15,10 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
+from benchmarks.judge.running import running_judge
 from rstar2_megatron.judge.client import service as module
 from rstar2_megatron.judge.client.client import JudgeClient
-from rstar2_megatron.judge.client.service import CodeJudgeService, JudgeService, JudgeServiceError
+from rstar2_megatron.judge.client.service import JudgeService, JudgeServiceError
 from rstar2_megatron.runs.check.subjects.judge import importable
 from rstar2_megatron.settings.schema import CodeJudgeSettings
 from tests.judge.waiting import until
@@ -27,10 +28,9 @@ pytestmark = pytest.mark.ci
 
 @pytest.fixture
 def watched(tmp_path: Path) -> Iterator[JudgeService]:
-    service = JudgeService(workers=1, time_limit_s=60.0, log_path=tmp_path / "judge.log").start()
-    service.watch()
-    yield service
-    service.stop()
+    with running_judge(num_workers=1, time_limit_s=60.0, log_path=tmp_path / "judge.log") as service:
+        service.watch()
+        yield service
     assert not service.alive()
 
 
@@ -88,7 +88,7 @@ def test_a_proxy_of_the_environment_is_not_for_the_judge(judge_service: JudgeSer
     url = urlsplit(judge_service.url)
     assert url.hostname and url.port
     settings = CodeJudgeSettings(host_addr=url.hostname, host_port=url.port)
-    named = CodeJudgeService(settings, Path("unused.log"))
+    named = JudgeService(settings, Path("unused.log"))
     named.begin()
     assert named.wait_ready() == judge_service.url
     assert importable(judge_service.url, None)

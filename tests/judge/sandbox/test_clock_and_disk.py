@@ -15,6 +15,7 @@ import httpx
 import pytest
 import redis
 
+from benchmarks.judge.running import running_judge
 from rstar2_megatron.judge.client.client import JudgeClient
 from rstar2_megatron.judge.client.service import JudgeService
 from rstar2_megatron.judge.outcome import Outcome
@@ -71,7 +72,7 @@ async def test_clock_jumps_lose_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     shift.write_bytes(struct.pack("<q", 0))
     monkeypatch.setenv("LD_PRELOAD", str(library))
     monkeypatch.setenv("CLOCK_SHIFT_FILE", str(shift))
-    with JudgeService(workers=2, time_limit_s=60.0) as service:
+    with running_judge(num_workers=2, time_limit_s=60.0) as service:
         monkeypatch.delenv("LD_PRELOAD")
         async with JudgeClient(service.url, time_limit_s=60.0) as client:
             for jump_s in (3600, -7200):
@@ -101,7 +102,7 @@ async def test_full_scratch_disk_costs_waiting_only(small_disk: Path, monkeypatc
     monkeypatch.setenv("TMPDIR", str(small_disk))
     monkeypatch.setattr("tempfile.tempdir", None)
     log = small_disk.parent / "judge.log"
-    with JudgeService(workers=2, log_path=log) as service:
+    with running_judge(num_workers=2, log_path=log) as service:
         async with JudgeClient(service.url, max_outage_s=60) as client:
             assert (await client.run("print(1)")).ok
             filling = small_disk / "filling"

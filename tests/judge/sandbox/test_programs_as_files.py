@@ -11,6 +11,7 @@ import pytest
 
 from rstar2_megatron.judge.client.client import JudgeClient
 from rstar2_megatron.judge.client.service import JudgeService
+from rstar2_megatron.settings.schema import CodeJudgeSettings
 from tests.judge.conftest import Run
 
 # A line `## NAME` begins each.
@@ -238,16 +239,17 @@ def test_a_traceback_is_that_of_the_file(run: Run, tmp_path: Path, name: str) ->
     assert run(TRACEBACKS[name])["stderr"].strip() == as_file.stderr.replace(f"{tmp_path}/", "").strip()
 
 
-async def test_what_the_service_was_started_to_ignore_ends_a_program() -> None:
+async def test_what_the_service_was_started_to_ignore_ends_a_program(tmp_path: Path) -> None:
+    service = JudgeService(CodeJudgeSettings(num_workers=1), tmp_path / "judge.log")
     signals = (signal.SIGHUP, signal.SIGUSR1)
     before = [signal.signal(number, signal.SIG_IGN) for number in signals]
     try:
-        service = JudgeService(workers=1).start()
+        service.begin()
     finally:
         for number, handler in zip(signals, before, strict=True):
             signal.signal(number, handler)
     try:
-        async with JudgeClient(service.url) as client:
+        async with JudgeClient(service.wait_ready()) as client:
             for number in signals:
                 result = await client.run(f"import signal; signal.raise_signal({int(number)}); print('goes on')")
                 assert (result.signal, result.stdout) == (number, "")

@@ -20,7 +20,7 @@ from rlinf.agents.rstar2.http_code_judge_tool import PythonTool
 from rlinf.data.tool_call.tool_io_struct import ToolChannelRequest
 
 from benchmarks.judge.programs import in_public_template
-from rstar2_megatron.judge.client.service import JudgeService
+from benchmarks.judge.running import running_judge
 from rstar2_megatron.services.process import free_port, terminate_tree
 from rstar2_megatron.services.redis_server import RedisServer
 
@@ -73,7 +73,7 @@ def test_programs_in_the_public_clients_template_do_what_they_do_in_plain_python
 
 async def test_rlinfs_own_tool_works_unchanged() -> None:
     """A service of its own, with a short limit: the tool cannot ask for one."""
-    with JudgeService(workers=1, time_limit_s=1.0) as judge:
+    with running_judge(num_workers=1, time_limit_s=1.0) as judge:
         host, _, port = judge.url.removeprefix("http://").rpartition(":")
         tool = PythonTool(OmegaConf.create({"tools": {"codejudge": {"host_addr": host, "host_port": int(port)}}}))
         async with httpx.AsyncClient(timeout=60.0, trust_env=False) as client:

@@ -35,8 +35,9 @@ async def test_a_job_that_was_withdrawn_and_submitted_again_runs_once(redis: Red
     await queue.close()
 
 
-async def test_the_owner_of_a_call_is_named_by_its_token() -> None:
-    app = create_app("redis://127.0.0.1:9/0", token="ann:one,two")
+async def test_the_owner_of_a_call_is_named_by_its_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_TOKEN", "ann:one,two")
+    app = create_app("redis://127.0.0.1:9/0")
 
     @app.get("/who")
     async def who(request: Request) -> str:

@@ -17,6 +17,7 @@ import psutil
 import pytest
 from redis import Redis
 
+from benchmarks.judge.running import running_judge
 from rstar2_megatron.judge.client.client import JudgeClient
 from rstar2_megatron.judge.client.service import JudgeService
 from rstar2_megatron.judge.outcome import Outcome
@@ -29,7 +30,7 @@ LIBRARIES = ["", "import numpy\n"]  # which of a slot's two call parents is used
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[JudgeService]:
-    with JudgeService(workers=2, time_limit_s=60.0) as service:
+    with running_judge(num_workers=2, time_limit_s=60.0) as service:
         yield service
 
 

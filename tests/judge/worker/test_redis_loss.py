@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from benchmarks.judge.running import running_judge
 from rstar2_megatron.judge.client.client import JudgeClient
 from rstar2_megatron.judge.client.service import JudgeService
 from rstar2_megatron.judge.outcome import Outcome
@@ -53,7 +54,7 @@ def forgetful() -> Iterator[ForgetfulRedis]:
 
 @pytest.fixture
 def service(forgetful: ForgetfulRedis) -> Iterator[JudgeService]:
-    with JudgeService(workers=2, redis_uri=forgetful.uri, time_limit_s=60.0) as service:
+    with running_judge(num_workers=2, redis_uri=forgetful.uri, time_limit_s=60.0) as service:
         yield service
 
 

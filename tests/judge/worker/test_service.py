@@ -16,11 +16,13 @@ import httpx
 import psutil
 import pytest
 
+from benchmarks.judge.running import running_judge
 from rstar2_megatron.judge.__main__ import command_line, settle_counts
 from rstar2_megatron.judge.client.client import JudgeClient
 from rstar2_megatron.judge.client.service import JudgeService, JudgeServiceError
 from rstar2_megatron.judge.outcome import Outcome
 from rstar2_megatron.services.process import listen
+from rstar2_megatron.settings.schema import CodeJudgeSettings
 from tests.judge.calls import HELD, control_group, find, gone, let_go, processes, until_marked
 from tests.judge.waiting import until
 
@@ -28,10 +30,11 @@ TOKEN = "sesame"
 
 
 @pytest.fixture(scope="module")
-def node() -> Iterator[JudgeService]:
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[JudgeService]:
     """Two worker processes with three slots, a token, and a short queue: half of it is one client's."""
     extra = ("--processes", "2", "--sessions", "5", "--max-queued", "6", "--queue-time-limit-s", "1")
-    service = JudgeService(workers=3, time_limit_s=60.0, extra_arguments=extra)
+    settings = CodeJudgeSettings(num_workers=3, time_limit_s=60.0)
+    service = JudgeService(settings, tmp_path_factory.mktemp("judge") / "judge.log", extra_arguments=extra)
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("JUDGE_TOKEN", TOKEN)
         service.begin()
@@ -58,7 +61,7 @@ def test_the_defaults_hold_on_a_machine_of_any_size(cores: int, files: int, monk
 
 def test_a_service_has_a_redis_of_its_own_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REDIS_URI", "redis://127.0.0.1:1/0")
-    with JudgeService(workers=1) as service:
+    with running_judge(num_workers=1) as service:
         assert service.redis_uri != "redis://127.0.0.1:1/0"
 
 
@@ -129,7 +132,7 @@ def traces(family: list[psutil.Process]) -> set[Path]:
 async def test_a_service_that_is_ended_leaves_nothing(tmp_path: Path, how: str) -> None:
     """No process, directory or group, and no word of error: neither of a call that ends, nor of the workers."""
     log = tmp_path / "judge.log"
-    with JudgeService(workers=2, log_path=log, time_limit_s=60.0) as service:
+    with running_judge(num_workers=2, log_path=log, time_limit_s=60.0) as service:
         async with JudgeClient(service.url, time_limit_s=60.0) as client:
             call = asyncio.create_task(client.run(HELD))
             await until_marked(service, 1)  # a call is running when the end comes
@@ -148,12 +151,15 @@ async def test_a_service_that_is_ended_leaves_nothing(tmp_path: Path, how: str) 
 
 
 @pytest.mark.ci
-def test_a_service_ends_with_the_process_that_started_it() -> None:
+def test_a_service_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     code = (
-        "import sys, time\nfrom rstar2_megatron.judge.client.service import JudgeService\n"
-        "s = JudgeService(workers=1).start()\nprint(s.process.pid, flush=True)\ntime.sleep(600)"
+        "import sys, time\nfrom pathlib import Path\nfrom rstar2_megatron.judge.client.service import JudgeService\n"
+        "from rstar2_megatron.settings.schema import CodeJudgeSettings\n"
+        "s = JudgeService(CodeJudgeSettings(num_workers=1), Path(sys.argv[1]))\n"
+        "s.begin()\ns.wait_ready()\nprint(s.process.pid, flush=True)\ntime.sleep(600)"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=os.getcwd()) as parent:
+    command = [sys.executable, "-c", code, str(tmp_path / "judge.log")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=os.getcwd()) as parent:
         assert parent.stdout is not None
         family = processes(int(parent.stdout.readline()))
         parent.kill()
@@ -164,16 +170,18 @@ def test_a_service_ends_with_the_process_that_started_it() -> None:
 def test_taken_port_is_named() -> None:
     with listen("127.0.0.1", 0) as sock:
         port = sock.getsockname()[1]
-        with pytest.raises(JudgeServiceError, match=rf"cannot listen on 127\.0\.0\.1:{port}.*--port"):
-            JudgeService(port=port).start()
+        named = pytest.raises(JudgeServiceError, match=rf"cannot listen on 127\.0\.0\.1:{port}.*--port")
+        with named, running_judge(extra_arguments=("--port", str(port))):
+            pass
 
 
 def test_absent_redis_is_named() -> None:
-    with pytest.raises(JudgeServiceError, match=r"no Redis answers at redis://127\.0\.0\.1:9/0"):
-        JudgeService(redis_uri="redis://127.0.0.1:9/0").start()
+    named = pytest.raises(JudgeServiceError, match=r"no Redis answers at redis://127\.0\.0\.1:9/0")
+    with named, running_judge(extra_arguments=("--redis-uri", "redis://127.0.0.1:9/0")):
+        pass
 
 
 def test_beyond_loopback_needs_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("JUDGE_TOKEN", raising=False)
-    with pytest.raises(JudgeServiceError, match="JUDGE_TOKEN"):
-        JudgeService(host="0.0.0.0").start()
+    with pytest.raises(JudgeServiceError, match="JUDGE_TOKEN"), running_judge(extra_arguments=("--host", "0.0.0.0")):
+        pass

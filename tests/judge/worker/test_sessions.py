@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 import httpx
 import pytest
 
+from benchmarks.judge.running import running_judge
 from rstar2_megatron.judge.client.client import JudgeClient
 from rstar2_megatron.judge.client.service import JudgeService
 from rstar2_megatron.judge.outcome import Outcome
@@ -166,7 +167,7 @@ def test_a_session_that_must_be_open_and_is_not(run: Run, name: str) -> None:
 @pytest.fixture(scope="module")
 def small() -> Iterator[JudgeService]:
     extra = ("--sessions", "2", "--session-ttl-s", "1")
-    with JudgeService(workers=2, time_limit_s=5.0, extra_arguments=extra) as service:
+    with running_judge(num_workers=2, time_limit_s=5.0, extra_arguments=extra) as service:
         yield service
 
 

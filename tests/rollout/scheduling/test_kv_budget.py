@@ -281,11 +281,6 @@ def test_evictions_widen_the_margin_and_quiet_narrows_it() -> None:
     assert budget.z < before
 
 
-def test_unknown_policy() -> None:
-    with pytest.raises(ValueError, match="kv_adaptive"):
-        make_budget("best", 10, 1)
-
-
 @given(seed=st.integers(0, 1000))
 def test_survival_is_unbiased_while_most_still_run(seed: int) -> None:
     """A thousand trajectories started together, looked at when half have ended: the ended ones alone mislead."""

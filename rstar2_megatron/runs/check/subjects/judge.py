@@ -10,7 +10,7 @@ import urllib.request
 from typing import Any
 
 from rstar2_megatron.judge.client.client import JudgeClient
-from rstar2_megatron.judge.client.service import WITHOUT_PROXY, CodeJudgeService, JudgeServiceError
+from rstar2_megatron.judge.client.service import WITHOUT_PROXY, JudgeService, JudgeServiceError
 from rstar2_megatron.runs.check.context import Context
 from rstar2_megatron.runs.check.process import Job
 from rstar2_megatron.runs.check.result import Check, CheckFailed, Finding
@@ -67,7 +67,7 @@ def judge(context: Context) -> Finding:
     if not context.settings.agentloop.needs_judge:
         return Finding("no tool of this YAML runs programs", {})
     host = listening_address(context.settings.cluster.num_nodes)
-    service = CodeJudgeService(context.settings.tools.codejudge, context.scratch / "judge.log", host=host)
+    service = JudgeService(context.settings.tools.codejudge, context.scratch / "judge.log", host=host)
     try:
         try:
             service.begin()
