@@ -12,15 +12,22 @@ from __future__ import annotations
 from torch import Tensor
 
 from rstar2_megatron.algorithm.loss import MAX_LOG_RATIO
+from rstar2_megatron.settings.sections.algorithm import KL_ESTIMATORS
 
 
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, kind: str, clamp: float | None = None) -> Tensor:
     """The estimate for each token, in the shape of `logprobs`, with gradient.
 
-    kind: of `KL_ESTIMATORS`. clamp: largest value of low_var_kl; a token above it has no gradient, as in the public codes.
+    clamp: largest value of low_var_kl; a token above it has no gradient, as in the public codes. Raises ValueError for an
+    unknown kind.
     """
     difference = (reference_logprobs.detach() - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if kind in ("low_var_kl", "k3"):
         estimate = difference.exp() - difference - 1.0
         return estimate if clamp is None else estimate.clamp(-clamp, clamp)
-    return 0.5 * difference.square()
+    if kind in ("mse", "k2"):
+        return 0.5 * difference.square()
+    raise ValueError(
+        f"algorithm.kl_penalty_type={kind} cannot be a loss term: the expected gradient of k1 is zero and abs "
+        f"estimates no KL; choose one of {', '.join(KL_ESTIMATORS)}"
+    )
