@@ -220,7 +220,7 @@ def test_a_positive_is_what_the_threshold_says() -> None:
     t = attempt()
     assert not t.is_positive
     t.reward = 0.4
-    assert t.is_positive  # as in files of earlier versions
+    assert t.is_positive  # no threshold was applied
     t.positive = False
     assert not t.is_positive
     assert not np.any(t.loss_mask)
