@@ -73,6 +73,7 @@ def attempt(index: int = 0, answer: str = "42") -> Trajectory:
         index,
         assistant_texts=["<tool_call>...</tool_call><|im_end|>", f"<answer>\\boxed{{{answer}}}</answer><|im_end|>"],
         tool_calls=[ToolCall("python_code_with_standard_io", {"code": "print(6)", "input": ""}, ToolOutcome.OK, "6")],
+        calls_per_turn=[1],
         finish_reason=FinishReason.ANSWERED,
     )
 
