@@ -45,6 +45,7 @@ def make_groups(groups: int, group_size: int, chars: int, seed: int = 0) -> list
             texts[-1] += "</reason>" + "<answer>\\boxed{12}</answer>" * rng.choice([0, 1, 1, 1, 2])
             calls = [ToolCall("python", {}, o, "x" * 256, 0.1) for o in outcomes_of]
             trajectory = Trajectory(f"q{number}", index, np.array([1], np.int32), assistant_texts=texts, tool_calls=calls)
+            trajectory.calls_per_turn = [1] * len(calls)
             trajectory.finish_reason = FinishReason.ANSWERED
             trajectory.reward = float(rng.random() < rate)
             group.append(trajectory)

@@ -27,9 +27,9 @@ def attempt(index: int) -> tuple[Problem, Trajectory]:
     text = "The next step follows from the last one. " * 25
     calls = [ToolCall("python_code_with_standard_io", {"code": text, "input": ""}, ToolOutcome.OK, text[:256])] * 2
     answer = "<answer>\\boxed{42}</answer>"
-    trajectory = Trajectory(
-        f"q{index}", 0, assistant_texts=[text, text, answer], tool_calls=calls, finish_reason=FinishReason.ANSWERED
-    )
+    texts = [text, text, answer]
+    trajectory = Trajectory(f"q{index}", 0, assistant_texts=texts, tool_calls=calls, calls_per_turn=[1, 1])
+    trajectory.finish_reason = FinishReason.ANSWERED
     return Problem(f"q{index}", [{"role": "user", "content": text}], ["42"]), trajectory
 
 

@@ -4,7 +4,7 @@ Tokens in, tokens out: the ids stored here are the ids that the engine consumed 
 ids that the actor trains on. Text is decoded only for parsing and for people. Nothing here imports torch, Ray or SGLang.
 
 Per-token data are numpy arrays: ids int32, masks uint8, log-probs float32. As JSON they are base64 of their little-endian
-bytes; lists of numbers, which earlier versions wrote, are read too.
+bytes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar
 
@@ -23,8 +23,8 @@ from pydantic import PlainSerializer, PlainValidator
 def _json_type(kind: str) -> tuple[PlainValidator, PlainSerializer]:
     def read(value: Any) -> np.ndarray:
         try:
-            return np.frombuffer(base64.b64decode(value), kind) if isinstance(value, str) else np.array(value, kind)
-        except (TypeError, OverflowError) as error:
+            return np.frombuffer(base64.b64decode(value), kind)
+        except TypeError as error:
             raise ValueError(f"not an array of {kind}: {error}") from None
 
     def write(value: np.ndarray) -> str:
@@ -41,7 +41,7 @@ LogProbs = Annotated[np.ndarray, *_json_type("<f4")]
 class PerToken:
     """Base of dataclasses with per-token arrays, named with their types in `ARRAYS`.
 
-    Sequences are converted to arrays, equality compares values, and pickles of versions with lists or fewer fields load.
+    Sequences are converted to arrays, and equality compares values.
     """
 
     __slots__ = ()
@@ -55,14 +55,6 @@ class PerToken:
         if type(other) is not type(self):
             return NotImplemented
         return all(np.array_equal(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))  # type: ignore[arg-type]
-
-    def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
-        for f in fields(self):  # type: ignore[arg-type]
-            if f.name in state[1]:
-                setattr(self, f.name, state[1][f.name])
-            else:
-                setattr(self, f.name, f.default if f.default_factory is MISSING else f.default_factory())
-        PerToken.__post_init__(self)
 
 
 LOW_LOGPROB = math.log(1e-4)

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 
 import orjson
+import uvloop
 
 from rstar2_megatron.judge.commands import on_signals
 from rstar2_megatron.judge.outcome import Outcome, make_result
@@ -61,8 +62,5 @@ async def main(uri: str) -> None:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(ImportError):
-        import uvloop
-
-        uvloop.install()
+    uvloop.install()
     asyncio.run(main(sys.argv[1]))

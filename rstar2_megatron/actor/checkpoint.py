@@ -242,7 +242,7 @@ def checkpoint_format(actor: ActorSettings) -> dict[str, Any]:
 def check_format(directory: str | Path, counters: dict[str, Any], actor: ActorSettings) -> None:
     """Raises ValueError when the checkpoint was saved under settings that give it another format (`checkpoint_format`)."""
     form = checkpoint_format(actor)
-    for key, saved in counters.get("form", {}).items():
+    for key, saved in counters["form"].items():
         if saved != form[key]:
             raise ValueError(
                 f"{directory} was saved with {key}={saved}, this run has {form[key]}: set {key}={saved}, "
@@ -272,7 +272,6 @@ def load(directory: str | Path, chunks: list[Any], optimizer: Any) -> None:
             if type(part.optimizer).__module__.startswith("transformer_engine."):
                 part.optimizer.load_state_dict = functools.partial(torch.optim.Optimizer.load_state_dict, part.optimizer)
         state = _sharded_state(chunks, optimizer, loading=True)
-        _spell_as_saved(state, set(dist_checkpointing.load_tensors_metadata(str(path))))
         for number, chunk in enumerate(chunks):
             weights = state.pop(_model_key(chunks, number))
             _load_in_pieces(path, [(functools.partial(_put_weight, chunk, name), w) for name, w in weights.items()])
@@ -283,14 +282,6 @@ def load(directory: str | Path, chunks: list[Any], optimizer: Any) -> None:
         file = path / _RANDOM / _random_file()
         if file.exists():
             _restore_random_states(torch.load(file, weights_only=False))
-
-
-def _spell_as_saved(state: dict[str, Any], saved: set[str]) -> None:
-    """Ask for the norm before the experts by the name under which local layers saved it in earlier versions."""
-    for tensor in nested_values(state):
-        before = getattr(tensor, "key", "").replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
-        if before in saved:
-            tensor.key = before
 
 
 def _put_weight(chunk: Any, name: str, weight: Any) -> None:

@@ -96,9 +96,7 @@ def checkpoint_weights(checkpoint: Path, config: ModelConfig) -> Iterator[tuple[
             f"{checkpoint} holds {found} weights, the model of the given config.json {config.num_parameters}: "
             "give the Hugging Face directory that training started from"
         )
-    saved = read_counters(checkpoint).get("weights_checksum")
-    if saved is not None:  # checkpoints of earlier revisions have none
-        check_same_weights(str(checkpoint), saved, checksums)
+    check_same_weights(str(checkpoint), read_counters(checkpoint)["weights_checksum"], checksums)
 
 
 def _parameters(config: ModelConfig, metadata: Any, read: Any) -> Iterator[tuple[Tensor, Mapping, int]]:

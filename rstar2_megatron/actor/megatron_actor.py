@@ -362,5 +362,5 @@ class MegatronActor:
         checkpoint.load(directory, self.policy.chunks, self.policy.optimizer)
         self.optimizer_steps = counters["optimizer_steps"]
         self.skipped_steps = counters["skipped_steps"]
-        self.schedule_start = counters.get("schedule_start", 0)
+        self.schedule_start = counters["schedule_start"]
         check_same_weights(str(directory), counters["weights_checksum"], self.weights_checksum())

@@ -91,7 +91,7 @@ def optimizer_step(optimizer: Any, lr: float, optim: OptimSettings) -> tuple[boo
     """
     for group in optimizer.param_groups:
         group["lr"] = lr
-        group["weight_decay"] = optim.weight_decay * group.get("wd_mult", 1.0)
+        group["weight_decay"] = optim.weight_decay * group["wd_mult"]
         # A loaded checkpoint has put the values of its own run here.
         group["betas"], group["eps"] = (optim.adam_beta1, optim.adam_beta2), optim.adam_eps
         group.setdefault("bias_correction", True)  # TransformerEngine's Adam asks for it; torch's has it always and no key

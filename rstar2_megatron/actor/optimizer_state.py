@@ -224,8 +224,7 @@ def check_state_fits_weights(source: str, chunks: list[Any], optimizer: Any) -> 
     if found:
         raise ValueError(
             f"the optimizer state of {source} does not belong to its weights: {len(found)} parameters differ, e.g. "
-            f"{', '.join(found[:3])}. Earlier revisions of this program wrote such checkpoints where a pipeline has tied "
-            "embeddings or communication is overlapped. Their weights are right: make a Hugging Face directory of them by "
+            f"{', '.join(found[:3])}. Make a Hugging Face directory of its weights by "
             "`python -m rstar2_megatron.actor.convert` and begin from it with a fresh optimizer"
         )
 

@@ -65,8 +65,7 @@ FILTERS: dict[str, Callable[[Problem, Trajectory], bool]] = {
 
 def turns(trajectory: Trajectory) -> Iterator[tuple[str, list[ToolCall]]]:
     """(text, calls that were run) of each turn."""
-    # Files of earlier versions do not say how many calls a turn made.
-    counts = trajectory.calls_per_turn or [1] * len(trajectory.tool_calls)
+    counts = trajectory.calls_per_turn
     begin = 0
     for number, text in enumerate(trajectory.assistant_texts):
         count = counts[number] if number < len(counts) else 0

@@ -57,12 +57,7 @@ class ProblemLoader:
                 f"the checkpoint was made with {state['num_problems']} problems, now there are "
                 f"{len(self._problems)}; use the same data files and data.max_prompt_length, or runner.resume_dir=null"
             )
-        self._epoch = int(state["epoch"])
-        if "place" in state:
-            self._place = state["place"]
-        else:  # of an earlier version: the state of torchdata's loader, and problems that it had given but were not taken
-            given = state["loader"]["_sampler_iter_state"]["samples_yielded"] if state["loader"] else 0
-            self._place = given - len(state.get("ahead", []))
+        self._epoch, self._place = state["epoch"], state["place"]
 
 
 @functools.lru_cache(maxsize=2)

@@ -46,8 +46,8 @@ class Sample:
             query_id=row["query_id"],
             index=int(row["rollout_index"]),
             reward=float(row["reward"] or 0.0),
-            positive=bool(row.get("positive", (row["reward"] or 0.0) > 0)),  # absent in files of earlier versions
-            answer=row.get("answer"),
+            positive=bool(row["positive"]),
+            answer=row["answer"],
             finish_reason=row["finish_reason"],
             num_turns=len(row["turns"]),
             num_tool_calls=len(calls),

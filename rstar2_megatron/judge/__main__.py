@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import logging
 import math
 import os
 import sys
+
+import uvloop
 
 from rstar2_megatron.judge import commands
 from rstar2_megatron.judge.limits import (
@@ -95,10 +96,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.drain_s is None:
             arguments.drain_s = limits.time_limit_s
         commands.go_before_calls()
-        with contextlib.suppress(ImportError):
-            import uvloop  # optional: absent where it cannot be built
-
-            uvloop.install()
+        uvloop.install()
         asyncio.run(runners[arguments.command](arguments, limits))
     except (ValueError, RuntimeError) as error:
         print(f"judge: error: {error}", file=sys.stderr)

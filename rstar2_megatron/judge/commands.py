@@ -35,7 +35,7 @@ def on_signals(stop: Callable[[], None]) -> None:
     """Call `stop` on SIGTERM, SIGINT and SIGHUP."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        with contextlib.suppress(NotImplementedError, RuntimeError):
+        with contextlib.suppress(RuntimeError):
             loop.add_signal_handler(number, stop)
 
 

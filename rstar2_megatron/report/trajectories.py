@@ -29,8 +29,8 @@ from rstar2_megatron.report.page.trees import find_trees, tool_call, tree_groups
 LEVELS = (1e-3, 1e-2, 1e-1, 1.0)  # of |actor - engine|, darker from each on
 _TEMPLATE = Path(__file__).with_name("trajectory_page.html")
 Row = dict[str, Any]
-_KEYS = "query_id rollout_index prompt solutions turns tool_calls finish_reason reward grade response_tokens"
-_NEEDED = frozenset(_KEYS.split())
+_KEYS = "query_id rollout_index prompt solutions turns tool_calls calls_per_turn finish_reason reward positive grade answer"
+_NEEDED = frozenset([*_KEYS.split(), "response_tokens", "error"])
 
 
 @dataclass
@@ -131,15 +131,15 @@ def _trajectory(row: Row, tokenizer: Any) -> dict[str, Any]:
     return {
         "index": row["rollout_index"],
         "kept": row.get("kept"),
-        "right": row.get("positive", (row["reward"] or 0.0) > 0),  # absent in files of earlier versions
+        "right": row["positive"],
         "reward": _reward(row),
         "grade": row["grade"] or "not graded",
-        "answer": row.get("answer"),
+        "answer": row["answer"],
         "ending": row["finish_reason"] or "none",
         "tokens": row["response_tokens"],
         "penalty": row.get("penalty"),
         "outcomes": [call["outcome"] for call in row["tool_calls"]],
-        "error": row.get("error") or "",
+        "error": row["error"],
         "parts": list(_parts(row, tokenizer)),
     }
 
@@ -160,7 +160,7 @@ def _parts(row: Row, tokenizer: Any) -> Iterator[dict[str, Any]]:
         yield {"kind": "observation", "response": opening}
     shaded = shaded_turns(row, tokenizer) if tokenizer is not None else None
     calls = map(tool_call, row["tool_calls"])
-    counts = row.get("calls_per_turn") or [1] * len(row["tool_calls"])  # rows of earlier versions do not say
+    counts = row["calls_per_turn"]
     for number, text in enumerate(row["turns"]):
         turn: dict[str, Any] = {"kind": "turn", "text": text}
         if shaded is not None:

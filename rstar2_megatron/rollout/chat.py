@@ -160,7 +160,7 @@ class ChatTemplate:
         # Qwen's and Hermes' templates write the tags themselves; one that knows no tools would write a bare turn of the role
         self._tool_role = self._wholly and (form != "hermes" or self._has_tags_of_its_own())
         self._prompt_ids = functools.lru_cache(_PROMPTS_KEPT)(self._encode)
-        others = [] if chatml else getattr(tokenizer, "all_special_tokens", [])
+        others = [] if chatml else tokenizer.all_special_tokens
         self._specials = re.compile("|".join(map(re.escape, others))) if others else None
         if self._tool_role and _TOLD not in self.tool_response_text([_TOLD]):
             raise ValueError("the chat template writes nothing for the role tool; give agentloop.chat_template one that does")
@@ -173,7 +173,7 @@ class ChatTemplate:
 
     def _own_template(self) -> str:
         """The tokenizer's chat template. Raises ValueError when there is none, or it has no tools and writes the wording."""
-        own = getattr(self.tokenizer, "chat_template", None)
+        own = self.tokenizer.chat_template
         if isinstance(own, Mapping):
             own = own.get("tool_use" if self._wholly else "default", own.get("default"))
         if not own:

@@ -66,8 +66,7 @@ class Dialogue:
         self._next: list[int] | None = None  # tokens between the last turn and the next
         self._answered = False  # the last turn has its answer, by tools or `append`
         self._loops_calls = False  # the loop made calls of its own since the last turn
-        # Records of earlier versions do not say how many calls a turn made: one, unless the YAML allowed more.
-        self._counts = list(self._trajectory.calls_per_turn) or [1] * len(self._trajectory.tool_calls)
+        self._counts = list(self._trajectory.calls_per_turn)
         self._over = False
 
     # ------------------------------------------------------------------------------------ for loops

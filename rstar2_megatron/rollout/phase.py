@@ -106,8 +106,7 @@ class RolloutPhase:
             number, indices = taken
             group = self.open_groups[number]
             parked = {index: group.parked.pop(index) for index in indices if index in group.parked}
-            seeds = getattr(group, "number", 0)  # groups of older checkpoints have none
-            slices.append(Slice(number, group.problem, indices, parked, seeds))
+            slices.append(Slice(number, group.problem, indices, parked, group.number))
             wanted -= len(indices)
             if wanted <= 0 and self.queue.policy != "static":
                 break

@@ -222,12 +222,12 @@ class RLRun(ClusterRun):
         random.setstate(state["python_random"])
         self.table = state["table"]
         for key, code in all_user_code(self.settings):
-            before = state.get("user_code", {}).get(key)
+            before = state["user_code"].get(key)
             if before != code.sha256:
                 was = f"sha256 {before[:12]} then" if before else "none was named then"
                 self._say(f"{key} {code.label} is not the code of the checkpoint: {was}, {code.sha256[:12]} now")
         self.trainer.source.restore(state, version=step)
-        self._check_scores(state.get("scored"))
+        self._check_scores(state["scored"])
         self.files.truncate_after(step)
         runner = self.settings.runner
         before = self.files.metrics.rows() if runner.check_after_resume else []
@@ -238,7 +238,10 @@ class RLRun(ClusterRun):
         return step
 
     def _check_scores(self, saved: tuple[list[TrainSequence], list[np.ndarray]] | None) -> None:
-        """The resumed actor must score the checkpoint's group as the saving actor did. Older checkpoints have no group."""
+        """The resumed actor must score the checkpoint's group as the saving actor did.
+
+        saved: None when no trajectory of the checkpoint's step was usable.
+        """
         if saved:
             sequences, logprobs = saved
             before = [replace(s, rollout_logprobs=row) for s, row in zip(sequences, logprobs, strict=True)]

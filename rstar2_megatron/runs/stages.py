@@ -261,14 +261,8 @@ class StagePlan:
         return words
 
     def fingerprint(self, stage: Stage) -> str:
-        """A hash of the settings of the stage; a key at its default, such as one of a newer version, does not change it."""
+        """A hash of the stage and its settings; a key at its default, such as one of a newer version, does not change it."""
         plain = self.settings(stage, for_plan=True).model_dump(mode="json", exclude_defaults=True)
-        text = json.dumps({"stage": _known(stage), "settings": plain}, sort_keys=True)
+        own = stage.model_dump(exclude={"overrides"}, exclude_defaults=True)
+        text = json.dumps({"stage": own, "settings": plain}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def _known(stage: Stage) -> dict[str, Any]:
-    """The stage without its overrides; keys that came with the search stages only where they are set, as for settings."""
-    dumped = stage.model_dump(exclude={"overrides"})
-    newer = ("model_from", "trees_from", "reward_model_from")
-    return {key: value for key, value in dumped.items() if value or key not in newer}

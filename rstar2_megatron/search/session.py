@@ -20,7 +20,7 @@ from rstar2_megatron.rollout.conversation import Conversations
 from rstar2_megatron.search.expand import Expander
 from rstar2_megatron.search.preference.reward_model import RewardModelScorer, identity_of, policy_rollout, running_scorers
 from rstar2_megatron.search.solver import SearchProgress, Solver
-from rstar2_megatron.search.traces import best_right, conversation, is_answered
+from rstar2_megatron.search.traces import best_right, conversation
 from rstar2_megatron.search.tree_file import TreeFile, tree_of
 from rstar2_megatron.search.values import LikelihoodScorer, Scorer, Values
 from rstar2_megatron.settings.schema import RolloutSettings
@@ -86,15 +86,12 @@ def write_conversations(problems: Sequence[Problem], sampling: SamplingSettings,
 async def _conversations(problems: Sequence[Problem], sampling: SamplingSettings, trees: Path) -> list[dict[str, Any]]:
     tokenizer: Any = AutoTokenizer.from_pretrained(sampling.rollout.model.model_path)
     template, conversations = ChatTemplate(tokenizer, sampling.agentloop), Conversations(sampling.agentloop)
-    own = sampling.agentloop.environment or sampling.agentloop.loop
     by_id = {problem.query_id: problem for problem in problems}
     rows = []
     for _, row in TreeFile(trees, {}).rows():
         if (problem := by_id.get(row["query_id"])) is not None:
             begun = await conversations.begin(problem, math.inf)
             for leaf in best_right(tree_of(row)):
-                if own is not None and not is_answered(leaf.steps):
-                    continue
                 segments = conversation(template, begun.problem, leaf.steps)
                 rows.append({"segments": [[text, int(trained)] for text, trained in segments]})
     return rows

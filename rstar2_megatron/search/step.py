@@ -24,7 +24,7 @@ class Step(PerToken):
     logprobs: LogProbs = field(default_factory=lambda: np.empty(0, np.float32))
     tool_calls: list[ToolCall] = field(default_factory=list)
     observation: str | None = None
-    """What an environment or loop of the user's answered. None: tools answered, nothing did, or an earlier version wrote it."""
+    """What an environment or loop of the user's answered. None: tools answered, or nothing did."""
     ending: FinishReason | None = None
     """None: another step may follow."""
     answer: str | None = None

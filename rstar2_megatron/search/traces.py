@@ -30,11 +30,6 @@ def best_right(tree: Tree) -> list[Node]:
     return [leaf for leaf in best if not any(step.failed(released=False) for step in leaf.steps)]
 
 
-def is_answered(steps: Sequence[Step]) -> bool:
-    """Whether every turn but the last has its answer. A tree of an earlier version lacks those of an environment."""
-    return all(step.tool_calls or step.observation is not None for step in steps[:-1])
-
-
 def conversation(template: ChatTemplate, problem: Problem, steps: Sequence[Step]) -> Segments:
     """(text, trained) segments of a finished solution, in the wording that produced it.
 

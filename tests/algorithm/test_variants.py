@@ -6,7 +6,6 @@ import itertools
 import math
 import random
 import statistics
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -176,8 +175,6 @@ ANSWER = ("so \\boxed{1}", [])
         (attempt(("a", [OK]), ("b", [MALFORMED]), ANSWER), ["void_turns"]),
         (attempt(("I do not know", []), ending=FinishReason.TURN_LIMIT), ["void_turns"]),
         (attempt(("a", [OK]), ("so <answer>1</answer>", [])), []),
-        (replace(attempt(("a", [OK]), ANSWER), calls_per_turn=[]), []),  # as files of earlier versions are read
-        (replace(attempt(("a", [OK]), ("and", []), ANSWER), calls_per_turn=[]), ["void_turns"]),
         (attempt(("a", [OK]), ("b", [OK]), ANSWER, codes="xx"), ["repeated_calls"]),
         (attempt(("a", [OK]), ("and so on", []), ending=FinishReason.LENGTH_LIMIT), ["void_turns", "truncated"]),
         (attempt(("a", [OK]), ending=FinishReason.TOOL_RESPONSE_TOO_LONG), ["truncated"]),

@@ -41,6 +41,7 @@ def trajectory(
         rollout_logprobs=[-0.5] * tokens,
         assistant_texts=[*turns, last],
         tool_calls=tool_calls,
+        calls_per_turn=[1] * len(tool_calls),
         finish_reason=finish,
         reward=reward,
         grade_detail="" if reward is None else ("correct" if reward else "wrong"),

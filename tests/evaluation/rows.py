@@ -29,7 +29,8 @@ def row(query_id: str = "q", index: int = 0, **changes: Any) -> dict[str, Any]:
         "trained_tokens": 8,
         "seconds": 1.0,
     }
-    return values | changes
+    values |= changes
+    return {"positive": (values["reward"] or 0.0) > 0} | values
 
 
 def attempt(query_id: str, index: int, answer: str | None, right: bool, **changes: Any) -> Sample:

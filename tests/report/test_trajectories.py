@@ -181,8 +181,6 @@ def test_calls_are_shown_behind_the_turn_that_made_them(run: Path, tmp_path: Pat
     row |= {"turns": turns, "tool_calls": calls, "calls_per_turn": [1, 2, 1]}
     assert shown(row) == "TaTbcTdT"
     assert shown(row | {"calls_per_turn": [1, 2], "tool_calls": calls[:3], "turns": turns[:3]}) == "TaTbcT"
-    del row["calls_per_turn"]  # as earlier versions wrote it
-    assert shown(row | {"tool_calls": calls[:3]}) == "TaTbTcT"
 
 
 def test_what_is_the_users_own_is_shown(run: Path, tmp_path: Path) -> None:

@@ -101,6 +101,7 @@ def attempt(index: int = 0, answer: str = "42") -> Trajectory:
         index,
         assistant_texts=["<tool_call>...</tool_call><|im_end|>", f"<answer>\\boxed{{{answer}}}</answer><|im_end|>"],
         tool_calls=[ToolCall("python_code_with_standard_io", {"code": "print(6)", "input": ""}, ToolOutcome.OK, "6")],
+        calls_per_turn=[1],
         finish_reason=FinishReason.ANSWERED,
     )
 
@@ -275,7 +276,7 @@ def test_a_positive_is_what_the_threshold_says() -> None:
     t = attempt()
     assert not t.is_positive
     t.reward = 0.4
-    assert t.is_positive  # as in files of earlier versions
+    assert t.is_positive  # no threshold was applied
     t.positive = False
     assert not t.is_positive
     assert not np.any(t.loss_mask)

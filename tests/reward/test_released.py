@@ -134,6 +134,7 @@ def trajectory_with_tool() -> Trajectory:
         prompt_ids=[1],
         assistant_texts=["<tool_call>...</tool_call>", "I cannot tell"],
         tool_calls=[call],
+        calls_per_turn=[1],
         finish_reason=FinishReason.ANSWERED,
     )
 

@@ -151,6 +151,8 @@ def test_decode_drops_the_turn_end_only(template: ChatTemplate, tokenizer) -> No
 
 def test_tokenizer_without_turn_tokens() -> None:
     class Letters:
+        chat_template = None
+
         def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
             return [ord(c) for c in text]
 

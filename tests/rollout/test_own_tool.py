@@ -391,7 +391,8 @@ async def test_state_lives_through_a_preemption_and_is_made_again_elsewhere(toke
     copy = Trajectory(
         "q", 0, **{n: getattr(parked, n) for n in Trajectory.ARRAYS}, assistant_texts=list(parked.assistant_texts)
     )
-    copy.tool_calls, copy.session = list(parked.tool_calls), parked.session
+    copy.tool_calls, copy.calls_per_turn = list(parked.tool_calls), list(parked.calls_per_turn)
+    copy.session = parked.session
     copy.response_ids = copy.response_ids[: parked.open_turn]
     copy.loss_mask, copy.rollout_logprobs = copy.loss_mask[: parked.open_turn], copy.rollout_logprobs[: parked.open_turn]
     loop.parking = False

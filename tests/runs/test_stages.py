@@ -12,7 +12,7 @@ import yaml
 from rstar2_megatron.report.table import render_table
 from rstar2_megatron.runs.main import main
 from rstar2_megatron.runs.recipe_run import write_curve
-from rstar2_megatron.runs.stages import Recipe, StagePlan, _known, load_recipe, override_word
+from rstar2_megatron.runs.stages import Recipe, StagePlan, load_recipe, override_word
 from rstar2_megatron.settings.load import ConfigError, load
 
 STAGES = [
@@ -100,14 +100,6 @@ def test_trees_and_reward_models_are_passed_on(tmp_path: Path) -> None:
     assert settings["sft-2"].sft.train_data_paths == [str(root / name / "mcts.sft.jsonl") for name in ("search-1", "search-2")]
     assert settings["search-1"].search.reward_model is None
     assert settings["search-2"].search.reward_model == str(root / "ppm-1/model")
-
-
-def test_new_keys_at_their_defaults_change_no_fingerprint(tmp_path: Path) -> None:
-    """A recipe that was begun before these keys came continues."""
-    stages = plan(tmp_path)
-    assert set(_known(stages.recipe.stages[1])) == {"name", "task", "optimizer", "problems_from"}
-    rounds = plan(tmp_path, stages=ROUNDS).recipe.stages
-    assert set(_known(rounds[2])) - set(_known(rounds[0])) == {"model_from", "trees_from"}
 
 
 def test_the_rounds_of_rstar_math_are_shipped() -> None:

@@ -23,11 +23,10 @@ from rstar2_megatron.search.tree import Node
 from rstar2_megatron.search.tree_file import TreeFile, tree_of
 from rstar2_megatron.search.values import Values
 from rstar2_megatron.settings.schema import AgentLoopSettings, RewardSettings, SearchSettings
-from rstar2_megatron.trajectory import Problem, ToolCall, ToolOutcome
+from rstar2_megatron.trajectory import ToolCall, ToolOutcome
 from tests.e2e.runs import ROOT, read_jsonl
 from tests.rollout.written import ANSWER, PROBLEM, call, make_loop
 from tests.search.scripted import drive, finished, name, settings
-from tests.search.written_trees import PROMPT, write_trees
 
 
 def test_two_right_solutions_of_the_highest_mean_q(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,18 +95,3 @@ def test_what_an_environment_answered_is_in_the_rows_and_on_the_page(
     assert [part["kind"] for tag in group["chosen"] for part in group["nodes"][tag]["parts"]] == [
         "turn", "observation", "turn", "tool", "turn",
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("own", [False, True])
-def test_a_tree_without_what_an_environment_answered_gives_no_rows(
-    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: bool
-) -> None:
-    """The tree file is there already; its steps have the texts of the turns, as earlier versions wrote them."""
-    sampling = sampling_of(tokenizer, AgentLoopSettings(environment=game() if own else None))
-    write_trees(tmp_path / "mcts.jsonl", tokenizer)
-    problems = [Problem(f"q{i}", [{"role": "user", "content": PROMPT}], ["17"]) for i in range(4)]
-    searching = SearchSettings(guide="answers")
-    done = lambda *_, **__: ({"mcts": searching}, {})  # noqa: E731
-    monkeypatch.setattr("rstar2_megatron.search.session.search_problems", done)
-    assert run(problems, sampling, searching, tmp_path, compare=False) == 0
-    assert bool(read_jsonl(tmp_path / "mcts.sft.jsonl")) is not own

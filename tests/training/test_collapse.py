@@ -71,7 +71,7 @@ def test_later_steps_and_new_runs_are_not_compared() -> None:
     watch.add(row(5, 0.0))
     new = CollapseWatch(0)
     new.add(row(1, 0.0))
-    missing = CollapseWatch(0, [{"step": 1.0}])  # a checkpoint of an earlier revision has no mean log-prob
+    missing = CollapseWatch(0, [{"step": 1.0}])  # a step without a usable trajectory has no mean log-prob
     missing.add(row(2, 0.0))
 
 

@@ -229,7 +229,7 @@ class ContinuousRollout(PhaseEvents):
         dropped, counted, and rolled out again.
         """
         self.schedule = self._new_schedule(version)
-        unfinished = state.get("unfinished") or Unfinished(open=state.get("carried", []))
+        unfinished = state.get("unfinished") or Unfinished(open=state["carried"])
         self._left = replace(unfinished, complete=[])
         bound = version - self.schedule.max_staleness
         for group in self._left.open:

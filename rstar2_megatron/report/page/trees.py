@@ -71,7 +71,7 @@ def _node(node: Row) -> Row:
     parts: list[Row] = []
     if step is not None:
         parts = [{"kind": "turn", "text": step["text"]}, *(tool_call(item) for item in step["tool_calls"])]
-        if answer := step.get("observation"):  # absent in files of earlier versions
+        if answer := step["observation"]:
             parts.append({"kind": "observation", "response": answer})
     return {
         "n": node["visits"],
@@ -87,7 +87,7 @@ def _node(node: Row) -> Row:
 
 def tool_call(call: Row) -> Row:
     """A tool call of a row as the page shows it."""
-    arguments = call.get("arguments") or {}
+    arguments = call["arguments"]
     others = {name: value for name, value in arguments.items() if name not in ("code", "input")}
     return {
         "kind": "tool",

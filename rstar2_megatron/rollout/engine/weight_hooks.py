@@ -112,7 +112,6 @@ def hf_tensors(model: Any, tp_size: int, group: Any) -> Iterator[tuple[str, Tens
     A tied output head is left out, as in a Hugging Face state dict.
     """
     config = model.config
-    tied = getattr(config, "tie_word_embeddings", False)
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     kv_heads = config.num_key_value_heads
     # rows per rank: with more ranks than KV heads, each rank holds a copy of one head
@@ -120,7 +119,7 @@ def hf_tensors(model: Any, tp_size: int, group: Any) -> Iterator[tuple[str, Tens
     kv_rows = max(1, kv_heads // tp_size) * head_size
     kv_copies = max(1, tp_size // kv_heads)
     for name, parameter in model.named_parameters():
-        if tied and name.startswith("lm_head"):
+        if config.tie_word_embeddings and name.startswith("lm_head"):
             continue
         if ".experts.w13_weight" in name or ".experts.w2_weight" in name:
             yield from _experts(name, parameter, tp_size, group)

@@ -25,8 +25,6 @@ def _tree(row: dict[str, Any], where: str) -> Tree:
     try:
         if row["mode"] != "mcts":
             raise DataError(f"{where}: a tree of {row['mode']}; only trees of MCTS have the Q of steps")
-        if not row.get("prompt_ids"):
-            raise DataError(f"{where}: the tree has no prompt_ids: an earlier version wrote it, search again")
         return tree_of(row)
     except (KeyError, ValueError) as error:
         if isinstance(error, DataError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,8 @@ from unittest import mock
 
 import numpy as np
 import torch
-from megatron.core.dist_checkpointing.dict_utils import nested_values
 from torch import Tensor
 
-from rstar2_megatron.actor import checkpoint
 from rstar2_megatron.actor.network.model import unwrap
 from tests.actor.programs.training import Batch, open_actor
 from tests.actor.transformer_engine import kernels
@@ -76,32 +73,11 @@ def kept_by_a_layer(
     return found
 
 
-def _as_earlier_versions(sharded_state: Any) -> Any:
-    """The state of a checkpoint under the names that local layers with experts had."""
-
-    def state(*args: Any, **kwargs: Any) -> Any:
-        whole = sharded_state(*args, **kwargs)
-        for tensor in nested_values(whole):
-            if hasattr(tensor, "key"):
-                tensor.key = tensor.key.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
-        return whole
-
-    return state
-
-
 def train_and_save(
-    rank: int,
-    world_size: int,
-    init_method: str,
-    config: Any,
-    model_path: Path,
-    directory: Path,
-    batch: Batch,
-    early: bool = False,
+    rank: int, world_size: int, init_method: str, config: Any, model_path: Path, directory: Path, batch: Batch
 ) -> list[float]:
-    """Two steps, a checkpoint (`early`: as an earlier version named its tensors), and the gradient norms of two more."""
-    names = mock.patch.object(checkpoint, "_sharded_state", _as_earlier_versions(checkpoint._sharded_state))
-    with open_actor(rank, world_size, init_method, config, model_path) as actor, names if early else nullcontext():
+    """Two steps, a checkpoint, and the gradient norms of two more."""
+    with open_actor(rank, world_size, init_method, config, model_path) as actor:
         for _ in range(2):
             actor.train_step(batch)
         actor.save_checkpoint(directory)

@@ -19,7 +19,9 @@ def test_stacked_experts_are_named_one_by_one() -> None:
         f"{layer}.experts.w13_weight": torch.cat([gate, up], 1),
         f"{layer}.experts.w2_weight": down,
     }
-    config = SimpleNamespace(hidden_size=hidden, num_attention_heads=2, num_key_value_heads=2, vocab_size=16)
+    config = SimpleNamespace(
+        hidden_size=hidden, num_attention_heads=2, num_key_value_heads=2, vocab_size=16, tie_word_embeddings=False
+    )
     model = SimpleNamespace(config=config, named_parameters=lambda: parameters.items())
     found = dict(hf_tensors(model, 1, None))
     assert len(found) == 1 + 3 * experts

@@ -126,7 +126,7 @@ def test_recorded_rollouts_come_back_as_traces(tmp_path: Path) -> None:
     path = tmp_path / "rollouts.jsonl"
     call = ToolCall("python", {}, ToolOutcome.OK, "", seconds=0.25)
     done = Trajectory("q", 3, [1, 2], [5] * 6, [1, 1, 0, 0, 0, 1], assistant_texts=["call", "so"], tool_calls=[call])
-    done.finish_reason = FinishReason.ANSWERED
+    done.calls_per_turn, done.finish_reason = [1], FinishReason.ANSWERED
     lost = Trajectory("q", 4, [1, 2], finish_reason=FinishReason.INFRASTRUCTURE)
     JsonlFile(path).append(*rollout_rows(7, [Group(Problem("q", [], []), [done, lost])]))
     (trace,) = recorded(path, max_response_tokens=100)
