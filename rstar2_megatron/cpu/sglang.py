@@ -148,9 +148,10 @@ def _cache_absence_of_torchvision() -> None:
     import_utils.is_torchvision_available()  # caches its result
     importlib.import_module("transformers.processing_utils")  # replaces the module in sys.modules
     module: Any = sys.modules["transformers"]
-    # transformers' dummy raises on use, but sglang registers processors on it at import.
-    register = staticmethod(lambda *args, **kwargs: None)
-    module.AutoImageProcessor = type("AutoImageProcessor", (), {"register": register})
+    if getattr(module.AutoImageProcessor, "_backends", None):  # a user may have installed torchvision
+        # transformers' dummy raises on use, but sglang registers processors on it at import.
+        register = staticmethod(lambda *args, **kwargs: None)
+        module.AutoImageProcessor = type("AutoImageProcessor", (), {"register": register})
 
 
 def _replace_sgl_kernel() -> None:
