@@ -67,11 +67,12 @@ def test_advantages_of_swapped_parameters_are_refused(tmp_path: Path) -> None:
     [
         ("rewards - rewards.mean(1, keepdim=True)", r"for the rewards \[0.0, 1.0, 0.0\], valid \[True, True, False\], and"),
         ("(rewards - 0.5) / rewards.std(1, keepdim=True)", r"\[-inf, -inf, -inf\] for the rewards \[0.0, 0.0, 0.0\]"),
+        ("torch.where(valid, rewards, 0.0) / (valid.sum(1, keepdim=True) - 1)", r"\[inf\] for the rewards \[1.0\] of a group"),
     ],
 )
 def test_what_is_not_valid_and_equal_rewards_are_tried_before_a_run(tmp_path: Path, body: str, said: str) -> None:
     with pytest.raises(UserCodeError, match=r"algorithm.adv_type=own.py:f returned .*" + said):
-        check_own_advantage(own(tmp_path, f"def f(rewards, valid):\n    return {body}"))
+        check_own_advantage(own(tmp_path, f"import torch\ndef f(rewards, valid):\n    return {body}"))
 
 
 @pytest.mark.parametrize(
