@@ -23,6 +23,7 @@ from typing import Any, NoReturn, cast
 from pydantic import ValidationError
 
 from rstar2_megatron.extension.user_code import FOLDERS, UserCode, UserCodeError
+from rstar2_megatron.reward.own import is_reward
 from rstar2_megatron.reward.rewards import Rewards
 from rstar2_megatron.rollout.conversation import Conversations
 from rstar2_megatron.rollout.dialogue import Dialogue
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     read_as = ""
     try:
         code = UserCode.model_validate(words.code, context={FOLDERS: [users_path(".").resolve()]})
-        if _is_reward(code.load()):
+        if is_reward(code.load()):
             limits = {"arguments": words.settings, "function_timeout_s": words.timeout_s}
             with Rewards(RewardSettings(function=code, **limits)) as rewards:
                 return asyncio.run(_try_reward(rewards, code, words.args, words.extra))
@@ -75,16 +76,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     print(json.dumps(tool.schema, indent=2, ensure_ascii=False))
     return asyncio.run(_try(tool, words.args, Problem("try_out", [{"role": "user", "content": ""}], [], extra=words.extra)))
-
-
-def _is_reward(code: Any) -> bool:
-    """By its parameters: verl's, or a trajectory by name or type, which no tool has."""
-    try:
-        parameters = inspect.signature(code).parameters
-    except (TypeError, ValueError):
-        return False
-    types = [one.annotation for one in parameters.values()]
-    return bool({"trajectory", "solution_str"} & parameters.keys()) or Trajectory in types or Trajectory.__name__ in types
 
 
 def _is_conversation(code: Any) -> str:

@@ -76,12 +76,13 @@ def group_advantages(groups: Sequence[Sequence[float]], kind: str | UserCode = "
 
 
 def check_own_advantage(code: UserCode) -> None:
-    """Try a function of the user's on a few rewards, some groups smaller than others and one of equal rewards.
+    """Try a function of the user's on a few rewards, some groups smaller than others, one of equal rewards and one of a
+    single trajectory.
 
     Raises UserCodeError, also where what stands in places that are not valid decides the result.
     """
     function = resolve("algorithm.adv_type", code, ADVANTAGES, "rewards, valid")
-    rewards, valid = _pad([[1.0, 0.0, 0.5], [0.0, 1.0], [0.0, 0.0, 0.0]])
+    rewards, valid = _pad([[1.0, 0.0, 0.5], [0.0, 1.0], [0.0, 0.0, 0.0], [1.0]])
     found = []
     for padding in (0.0, 7.0):
         padded = torch.where(valid, rewards, padding)
@@ -103,4 +104,5 @@ def _check(advantages: object, rewards: Tensor, valid: Tensor, shown: str) -> No
     if advantages.shape != rewards.shape:
         raise UserCodeError(f"{shown} returned the shape {tuple(advantages.shape)}; return {expected}")
     for row in (valid & ~torch.isfinite(advantages)).any(1).nonzero().flatten().tolist():
-        raise UserCodeError(f"{shown} returned {advantages[row].tolist()} for the rewards {rewards[row].tolist()}")
+        theirs, given = (values[row][valid[row]].tolist() for values in (advantages, rewards))
+        raise UserCodeError(f"{shown} returned {theirs} for the rewards {given} of a group")

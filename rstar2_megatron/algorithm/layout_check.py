@@ -5,6 +5,7 @@ Authors call it in a test of their own: `check_layouts(my_loss)`. The check befo
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import reprlib
 import threading
@@ -49,7 +50,12 @@ def _checked(
 
     A rank without tokens may leave the values out.
     """
+    before = _versions(tokens)
     found = loss(tokens)
+    if changed := [name for name, version in _versions(tokens).items() if version != before[name]]:
+        raise UserCodeError(
+            f"{shown} changed tokens.{changed[0]} in place, of which the ratio and the metrics are made; compute a new tensor"
+        )
     losses, values = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
     expected = f"a tensor [n] of shape {tuple(tokens.logprobs.shape)}"
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
@@ -74,6 +80,12 @@ def _checked(
     if tokens.logprobs.requires_grad and not losses.requires_grad:
         raise UserCodeError(f"{shown} returned losses without a gradient; compute them from tokens.logprobs or tokens.ratio")
     return losses, values
+
+
+def _versions(tokens: Tokens) -> dict[str, int]:
+    """How often each tensor was changed in place, by its name."""
+    values = {one.name: getattr(tokens, one.name) for one in dataclasses.fields(tokens)}
+    return {name: value._version for name, value in values.items() if isinstance(value, Tensor)}
 
 
 # ------------------------------------------------------------------------------------------------ layouts

@@ -30,7 +30,9 @@ class Selection:
             (code, resolve(_FILTERS, code, FILTERS, "problem, trajectory")) for code in algorithm.trajectory_filters
         ]
         mode = self._sampling.down_sampling_config.mode
-        self._rule = own_function(_MODE, mode, "group, count, rng") if isinstance(mode, UserCode) else RULES.get(mode)
+        self._rule = (
+            own_function(_MODE, mode, "group, count, rng", may_yield=True) if isinstance(mode, UserCode) else RULES.get(mode)
+        )
 
     def resample(self, groups: Sequence[Group], seeds: Sequence[str]) -> list[ResampleResult]:
         """The kept trajectories of each graded group. Indices count its usable trajectories, also those left out by a filter.
@@ -64,7 +66,7 @@ class Selection:
                 if wanted[index]:
                     answer = keep(group.problem, trajectory)
                     if not isinstance(answer, bool | np.bool_):
-                        raise UserCodeError(f"{_FILTERS}={name} returned a {type(answer).__name__}; return True or False")
+                        raise UserCodeError(f"{_FILTERS}={code} returned a {type(answer).__name__}; return True or False")
                     wanted[index] = bool(answer)
             counts[name] = counts.get(name, 0) + before - sum(wanted)
         return wanted

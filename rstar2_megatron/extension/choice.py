@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BeforeValidator, ValidationError, ValidationInfo
 
+from rstar2_megatron.extension.positional import misfit, shown_parameters
 from rstar2_megatron.extension.user_code import UserCode, UserCodeError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -40,25 +40,21 @@ def resolve(key: str, value: str | UserCode, known: Mapping[str, F], parameters:
     return known[value]
 
 
-def own_function(key: str, code: UserCode, parameters: str) -> Any:
+def own_function(key: str, code: UserCode, parameters: str, *, may_yield: bool = False) -> Any:
     """The user's function of the key `key`. Whatever it raises becomes a UserCodeError of one sentence.
 
-    parameters: their names, "rewards, valid", by which it is called in this order. Raises UserCodeError for what cannot be
-    loaded, is no function, or takes other arguments.
+    parameters: their names, "rewards, valid", by which it is called in this order. may_yield: whether a generator will do.
+    Raises UserCodeError for what cannot be loaded, is no plain function, or takes other arguments.
     """
     function = code.load()
     shown = f"{key}={code.label}"
     if not callable(function):
         raise UserCodeError(f"{shown} is of type {type(function).__name__}; write def {code.name}({parameters})")
-    try:
-        inspect.signature(function).bind(*parameters.split(", "))
-    except TypeError as error:
+    if fault := misfit(function, parameters, may_yield=may_yield):
         raise UserCodeError(
-            f"{shown} takes {inspect.signature(function)}, but is called by ({parameters}): {error}; "
+            f"{shown} takes {shown_parameters(function)}, but is called by ({parameters}): {fault}; "
             f"write def {code.name}({parameters})"
-        ) from None
-    except ValueError:
-        pass  # a function of C without a signature
+        )
 
     @functools.wraps(function)
     def called(*arguments: Any) -> Any:

@@ -6,6 +6,7 @@ import hashlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import site
 import sys
 import threading
 from collections.abc import Mapping
@@ -51,9 +52,19 @@ def import_text(texts: Mapping[str, tuple[str, str]], key: str) -> ModuleType:
         return importlib.import_module(own)
 
 
+def is_installed(name: str) -> bool:
+    """Whether Python or an installed package has this name, which has no dot. Folders of the user do not count."""
+    if name in sys.stdlib_module_names:
+        return True
+    folders = [*site.getsitepackages(), site.getusersitepackages()]
+    return importlib.machinery.PathFinder.find_spec(name, folders) is not None
+
+
 def _lay_ready(name: str, path: str, text: str) -> None:
     """Let `import name` find this text; the module runs when it is imported."""
     present = sys.modules.get(name)
+    if present is None and "." not in name and is_installed(name):  # whoever imports that would get this
+        raise ImportError(f"{path} has the name of an installed package, {name}; rename it")
     if present is None:
         sys.meta_path.insert(0, _Text(name, path, text))
         return

@@ -20,7 +20,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationInfo, model_validator
 
-from rstar2_megatron.extension.in_memory import import_text
+from rstar2_megatron.extension.in_memory import import_text, is_installed
 
 FOLDERS = "folders"
 """Key of the validation context: the folders from which a relative path counts, in order (`Path`)."""
@@ -124,7 +124,9 @@ class UserCode(BaseModel):
             else:
                 module = importlib.import_module(self._where)
         except (Exception, SystemExit) as error:
-            raise UserCodeError(f"{self.label} cannot be loaded: {self.blame(error)}") from error
+            relative = isinstance(error, ImportError) and "attempted relative import" in str(error)
+            remedy = "; import what lies beside it by its name alone, without the dot" if relative else ""
+            raise UserCodeError(f"{self.label} cannot be loaded: {self.blame(error)}{remedy}") from error
         if not self.is_file and (here := _hash([_source_of_package(self._where)])) != self.sha256:
             raise UserCodeError(
                 f"{self.reference} differs between nodes (sha256 {self.sha256[:12]} where the run was started, "
@@ -190,7 +192,7 @@ def all_user_code(value: Any, key: str = "") -> Iterator[tuple[str, UserCode]]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # editors of Windows write a mark before the text
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
 
@@ -214,9 +216,13 @@ def _beside(folder: Path, name: str) -> Iterator[tuple[str, Path]]:
     """(module, file) of the module `name` of a folder, or of all modules of such a package."""
     if (folder / f"{name}.py").is_file():
         yield name, folder / f"{name}.py"
-    elif (folder / name / "__init__.py").is_file() and name != __name__.partition(".")[0]:
+    elif name == __name__.partition(".")[0]:
+        return
+    elif (folder / name / "__init__.py").is_file():
         for file in sorted((folder / name).rglob("*.py")):
             yield ".".join(file.relative_to(folder).with_suffix("").parts).removesuffix(".__init__"), file
+    elif any((folder / name).glob("*.py")) and not is_installed(name):
+        raise ValueError(f"{folder / name} is imported and has no __init__.py; add an empty one, so that it goes to every node")
 
 
 def _imported(tree: ast.AST) -> Iterator[str]:

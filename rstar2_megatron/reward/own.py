@@ -1,6 +1,6 @@
 """A reward function of the user: which form it has, how it is called, and what it may return.
 
-Two forms are recognised by their parameters:
+Two forms are recognised by the names of their parameters, or the types Problem and Trajectory:
 
     (problem: Problem, trajectory: Trajectory, **arguments) -> float | dict | Grade
     (data_source, solution_str, ground_truth, extra_info, **arguments) -> float | dict     verl's compute_score
@@ -13,11 +13,12 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
 from rstar2_megatron.algorithm.response_text import response_text
+from rstar2_megatron.extension.positional import known_as, misfit, misfit_of_kind
 from rstar2_megatron.extension.user_code import UserCode, UserCodeError
 from rstar2_megatron.reward.pool import Grade
 from rstar2_megatron.trajectory import Problem, Trajectory
@@ -36,8 +37,7 @@ class OwnReward:
         self.function = code.load()
         if not callable(self.function):
             raise UserCodeError(f"{code.label} is a {type(self.function).__name__}, not a function")
-        called = self.function if inspect.isroutine(self.function) else type(self.function).__call__
-        self.is_async = inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(self.function)
+        self.is_async = any(map(inspect.iscoroutinefunction, (self.function, type(self.function).__call__)))
         try:
             signature = inspect.signature(self.function)
         except (TypeError, ValueError) as error:
@@ -45,17 +45,13 @@ class OwnReward:
         self.is_verls = {"solution_str", "ground_truth"} <= set(signature.parameters)
         takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
         self._given = [name for name in _VERL if takes_all or name in signature.parameters]
-        try:
-            if self.is_verls:
-                signature.bind(**dict.fromkeys(self._given), **self.arguments)
-            else:
-                signature.bind(None, None, **self.arguments)
-        except TypeError as error:
+        fault = _misfit(self.function, signature, self._given if self.is_verls else None, self.arguments)
+        if fault:
             raise UserCodeError(
                 f"{code.label}{signature} cannot be called with (problem, trajectory), nor with verl's ({', '.join(_VERL)})"
                 + (f", and reward.arguments={self.arguments}" if self.arguments else "")
-                + f": {error}"
-            ) from None
+                + f": {fault}"
+            )
 
     def __call__(self, problem: Problem, trajectory: Trajectory) -> Any:
         """What the function returns, or its awaitable. It may change the problem: it gets a copy."""
@@ -96,6 +92,28 @@ class OwnReward:
 
     def failed(self, error: BaseException) -> Grade:
         return Grade(failure=f"reward {self.code.label} failed: {self.code.blame(error)}", kind=type(error).__name__)
+
+
+def is_reward(function: Any) -> bool:
+    """By its parameters: verl's, or a trajectory by name or type, which no tool has."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    return bool({"trajectory", "solution_str"} & {known_as(one, ["trajectory"]) for one in parameters})
+
+
+def _misfit(function: Any, signature: inspect.Signature, verls: Sequence[str] | None, arguments: Mapping[str, Any]) -> str:
+    """Why a reward cannot be called; "" when it can. verls: those of verl's arguments that it takes; None: it has our form."""
+    if verls is None or inspect.isclass(function):
+        fault = misfit(function, "problem, trajectory", arguments, may_await=True)
+        takes_any = any(one.kind is one.VAR_POSITIONAL for one in signature.parameters.values())
+        return fault or ("" if takes_any or is_reward(function) else "none of its parameters is named trajectory")
+    try:
+        signature.bind(**dict.fromkeys(verls), **arguments)
+    except TypeError as error:
+        return str(error)
+    return misfit_of_kind(function, may_await=True)
 
 
 def _number(value: Any, name: str) -> float:

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rstar2_megatron.data.json_text import json_type
 from rstar2_megatron.rollout.tool_call import (
     CLOSE,
     OPEN,
@@ -90,12 +91,28 @@ def _xml_call(text: str, function: re.Match[str], schemas: Sequence[ToolSchema])
 
 def _typed(text: str, spec: dict[str, Any]) -> Any:
     """The value of a parameter: text where the schema wants one, else the JSON that the text is."""
-    if spec.get("type") == "string":
+    kinds = _kinds(spec, spec.get("$defs", {}))
+    if kinds == {"string"}:
         return text
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
-        return _WRITTEN_VALUES.get(text.strip(), text)
+        value = _WRITTEN_VALUES.get(text.strip(), text)
+    fits = kinds & {json_type(value), "integer" if type(value) is int else ""}
+    return value if fits or "string" not in kinds else text
+
+
+def _kinds(spec: Any, defined: dict[str, Any]) -> set[str]:
+    """JSON types that a schema allows, one of pydantic for `str | None` or an Enum too; empty where nothing is said.
+
+    `nullable` is not among them: the text null of an optional text stays a text.
+    """
+    if not isinstance(spec, dict):
+        return set()
+    kind, name = spec.get("type", []), str(spec.get("$ref", "")).rpartition("/")[2]
+    found = {kind} if isinstance(kind, str) else set(kind)
+    others = {key: value for key, value in defined.items() if key != name}  # a definition may name itself
+    return found.union(*(_kinds(part, others) for part in (*spec.get("anyOf", []), defined.get(name))))
 
 
 # --------------------------------------------------------------------------------- JSON: llama3 and mistral

@@ -18,10 +18,12 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError
+from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
 from rstar2_megatron.data.json_text import json_type
 from rstar2_megatron.extension import ToolError
+from rstar2_megatron.extension.positional import misfit_of_kind
 from rstar2_megatron.extension.user_code import UserCode, UserCodeError
 from rstar2_megatron.rollout.tool import CallContext, Judge, LimitedTool, Malformed
 from rstar2_megatron.rollout.user_call import TookTooLong
@@ -69,14 +71,26 @@ class OwnTool(LimitedTool):
         ):
             kind = "class without __call__" if self.has_session else type(target).__name__
             raise UserCodeError(f"{label} is a {kind}; a tool is a function, or a class with __call__")
+        if missing := sorted(getattr(target, "__abstractmethods__", ())):
+            raise UserCodeError(f"{label} is an abstract class; write its {', '.join(missing)}")
+        if fault := misfit_of_kind(self._call, may_await=True):
+            raise UserCodeError(f"{label} cannot be called: {fault}")
         if not _NAME.fullmatch(name):
             raise UserCodeError(f"{label} has the name {name!r}; a tool's name is of letters, digits, _, - and .")
         try:
             inspect.signature(target).bind(**given) if self.has_session else inspect.signature(target).bind_partial(**given)
         except (TypeError, ValueError) as error:
             raise UserCodeError(f"the settings of {label} do not fit its parameters: {error}") from None
+        for method in ("open", "close") if self.has_session else ():
+            _check_method(label, target, method)
         parameters = _parameters(label, self._call, method=self.has_session)
-        self._takes_problem = [n for n, one in parameters.items() if n == _PROBLEM or one.annotation is Problem]
+        self._takes_problem = [n for n, one in parameters.items() if n == _PROBLEM or _is_problem(one.annotation)]
+        annotation = parameters[_PROBLEM].annotation if _PROBLEM in parameters else Any
+        if annotation not in (Any, inspect.Parameter.empty) and not _is_problem(annotation):
+            raise UserCodeError(
+                f"parameter {_PROBLEM!r} of {label} gets the Problem, which the model does not see, and has the type "
+                f"{_shown(annotation)}; rename it where the model is to write it"
+            )
         hidden = [*self._takes_problem, *([] if self.has_session else given)]
         shown = {n: one for n, one in parameters.items() if n not in hidden}
         self._adapters: dict[str, TypeAdapter[Any]] = {}
@@ -90,6 +104,14 @@ class OwnTool(LimitedTool):
                     by_pydantic[n] = self._adapters[n].json_schema()
             except (PydanticSchemaGenerationError, PydanticInvalidForJsonSchema):
                 raise UserCodeError(f"parameter {n!r} of {label} has the type {one.annotation}, which no JSON fits") from None
+            except Exception as error:  # pydantic runs code of the types, which may be the user's
+                kind, said = f"parameter {n!r} of {label} has the type {_shown(one.annotation)}", str(error).partition("\n")[0]
+                raise UserCodeError(f"{kind}, of which no schema can be made: {said}") from error
+            if isinstance(one.default, FieldInfo):  # Python would give the function this object
+                raise UserCodeError(
+                    f"parameter {n!r} of {label} has a Field in place of its default; write "
+                    f"`{n}: Annotated[{_shown(one.annotation)}, Field(...)]`, and behind it `= ` and the default, if it has one"
+                )
         super().__init__(_schema(label, name, inspect.getdoc(self._call), shown, by_pydantic), settings, agentloop)
         self._states: dict[str, _State] = {}
 
@@ -112,7 +134,7 @@ class OwnTool(LimitedTool):
     async def _opened(self, context: CallContext) -> Any:
         try:
             instance = await self._limited(self._target, self._given)
-            if opening := getattr(instance, "open", None):
+            if callable(opening := getattr(instance, "open", None)):
                 takes = {_PROBLEM: context.problem} if _PROBLEM in inspect.signature(opening).parameters else {}
                 await self._limited(opening, takes)
         except TookTooLong:  # the model has no part in it
@@ -160,7 +182,7 @@ class OwnTool(LimitedTool):
 
     async def close(self, session: str, judge: Judge) -> None:
         state = self._states.pop(session, None)
-        if state is not None and (closing := getattr(state.instance, "close", None)):
+        if state is not None and callable(closing := getattr(state.instance, "close", None)):
             with contextlib.suppress(ToolError, TookTooLong, UserCodeError):  # the trajectory is complete without it
                 await self._limited(closing, {})
 
@@ -173,14 +195,39 @@ def _parameters(label: str, function: Callable[..., Any], *, method: bool) -> di
     try:
         parameters = inspect.signature(function).parameters
         hints = get_type_hints(function, include_extras=True)  # a Field of Annotated has limits and a description
-    except (NameError, TypeError, ValueError) as error:
-        raise UserCodeError(f"the parameters of {label} cannot be read: {error}") from None
+    except Exception as error:  # annotations that are texts are run
+        raise UserCodeError(f"the parameters of {label} cannot be read: {error}") from error
     found = {}
     for name, one in list(parameters.items())[int(method) :]:
         if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD, one.POSITIONAL_ONLY):
             raise UserCodeError(f"{label} takes `{one}`, which no model can fill by name; write each parameter with its type")
         found[name] = one.replace(kind=one.KEYWORD_ONLY, annotation=hints.get(name, one.empty))
     return found
+
+
+def _check_method(label: str, target: type, name: str) -> None:
+    """`open` may take the problem, by this name; `close` takes nothing."""
+    method = getattr(target, name, None)
+    if not callable(method):
+        return
+    instance = (None,) if inspect.isfunction(inspect.getattr_static(target, name)) else ()
+    try:
+        signature = inspect.signature(method)
+        signature.bind(*instance, **({_PROBLEM: None} if name == "open" and _PROBLEM in signature.parameters else {}))
+    except (TypeError, ValueError) as error:
+        takes = "self, or self and problem" if name == "open" else "self alone"
+        raise UserCodeError(f"{name} of {label} takes {takes}: {error}") from None
+    if fault := misfit_of_kind(method, may_await=True):
+        raise UserCodeError(f"{name} of {label} cannot be called: {fault}")
+
+
+def _is_problem(annotation: Any) -> bool:
+    """Also `Problem | None`."""
+    return annotation is Problem or Problem in get_args(annotation)
+
+
+def _shown(annotation: Any) -> str:
+    return annotation.__name__ if inspect.isclass(annotation) else str(annotation)
 
 
 def _is_plain(annotation: Any) -> bool:

@@ -93,6 +93,7 @@ def test_an_own_loss_is_loaded_with_the_names_of_its_values(tmp_path: Path) -> N
         ("return tokens.ratio, {'a': tokens.ratio[1:]}", r"returned 'a', the shape \(16,\); return a tensor"),
         ("return tokens.ratio, [1]", r"returned \[1\] as second value; return a dict of tensors \[n\] by name"),
         ("return tokens.ratio, {1: tokens.ratio}", r"returned \{1: .* as second value; return a dict of tensors \[n\] by name"),
+        ("tokens.old_logprobs.sub_(1)\n    return -tokens.ratio", r"changed tokens.old_logprobs in place, .* a new tensor"),
         ("raise SystemExit(3)", r"failed: .*own.py:2, in f: SystemExit: 3"),
         ("return tokens.nothing", r"failed: .*own.py:2, in f: AttributeError: 'Tokens' object has no attribute 'nothing'"),
     ],

@@ -57,16 +57,22 @@ def test_wrong_advantages_are_one_sentence(tmp_path: Path, body: str, said: str)
         group_advantages([[1.0, 0.0]], own(tmp_path, f"def f(rewards, valid):\n    {body}"))
 
 
+def test_advantages_of_swapped_parameters_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserCodeError, match=r"takes \(valid, rewards\), .* name them \(rewards, valid\), in this order"):
+        check_own_advantage(own(tmp_path, "def f(valid, rewards):\n    return rewards"))
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [
         ("rewards - rewards.mean(1, keepdim=True)", r"for the rewards \[0.0, 1.0, 0.0\], valid \[True, True, False\], and"),
         ("(rewards - 0.5) / rewards.std(1, keepdim=True)", r"\[-inf, -inf, -inf\] for the rewards \[0.0, 0.0, 0.0\]"),
+        ("torch.where(valid, rewards, 0.0) / (valid.sum(1, keepdim=True) - 1)", r"\[inf\] for the rewards \[1.0\] of a group"),
     ],
 )
 def test_what_is_not_valid_and_equal_rewards_are_tried_before_a_run(tmp_path: Path, body: str, said: str) -> None:
     with pytest.raises(UserCodeError, match=r"algorithm.adv_type=own.py:f returned .*" + said):
-        check_own_advantage(own(tmp_path, f"def f(rewards, valid):\n    return {body}"))
+        check_own_advantage(own(tmp_path, f"import torch\ndef f(rewards, valid):\n    return {body}"))
 
 
 @pytest.mark.parametrize(
@@ -127,13 +133,14 @@ def test_an_own_rule_keeps_what_it_says(tmp_path: Path) -> None:
     assert select(groups[1:2], mode=own(tmp_path, rule))[0].indices == results[1].indices  # whatever else is in the step
     filtered = select(
         groups,
-        mode=own(tmp_path, "def f(group, count, rng): return [0]\ndef keep(p, t): return t.rollout_index > 1"),
+        mode=own(tmp_path, "def f(group, count, rng): return [0]\ndef keep(problem, t): return t.rollout_index > 1"),
         trajectory_filters=[own(tmp_path, (tmp_path / "own.py").read_text(), "keep")],
     )
     assert [result.indices for result in filtered] == [[2]] * 4
     in_place = "import numpy\ndef f(group, count, rng):\n    group.trajectories.reverse()\n    return numpy.array([0, 1])"
     (last,) = select(groups[:1], mode=own(tmp_path, in_place))
     assert last.indices == [4, 5] and [t.rollout_index for t in last.kept] == [4, 5]
+    assert select(groups[:1], mode=own(tmp_path, "def f(group, count, rng): yield 5"))[0].indices == [5]
     (none,) = select([group()], mode=own(tmp_path, "def f(group, count, rng): return []"))
     assert none.reason is Rejection.TOO_FEW and none.kept == []
 
@@ -147,9 +154,12 @@ def test_an_own_rule_keeps_what_it_says(tmp_path: Path) -> None:
         ("mode", "def f(group, count, rng): return [True, False]", r"returned \[True, False\]; return a list of indices"),
         ("mode", "def f(group, count, rng): return [0.9]", r"returned \[0.9\]; return a list of indices"),
         ("mode", "def f(group): return [0]", r"is called by \(group, count, rng\): .*write def f\(group, count, rng\)"),
+        ("mode", "async def f(group, count, rng): return [0]", r"it is async; write it as a plain `def`"),
+        ("penalty", "class f:\n    def __init__(self, trajectory): ...", r"it is a class; make an instance, `name = f\(...\)`"),
+        ("trajectory_filters", "def f(trajectory, problem): return True", r"name them \(problem, trajectory\), in this order"),
         ("penalty", "def f(trajectory): return -1", r"returned -1; a penalty is finite and at least 0"),
         ("penalty", "def f(trajectory): return 'x'", r"returned a str; return a number or a Penalty"),
-        ("trajectory_filters", "def f(problem, trajectory): return 1", r"returned a int; return True or False"),
+        ("trajectory_filters", "def f(problem, trajectory): return 1", r"own.py:f returned a int; return True or False"),
         ("trajectory_filters", "def f(problem, trajectory): return 1 / 0", r"failed: .*own.py:1, in f: ZeroDivisionError"),
     ],
 )

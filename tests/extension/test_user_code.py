@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import site
 import subprocess
 import sys
 from pathlib import Path
@@ -171,6 +172,39 @@ def test_a_module_beside_it_may_not_take_anothers_name(tmp_path: Path) -> None:
     write(tmp_path, "json.py", "")
     with pytest.raises(UserCodeError, match=r"json.py has the name of another module, .*json/__init__.py; rename it"):
         read("e.py:f", tmp_path).load()
+
+
+def test_a_module_beside_it_may_not_hide_an_installed_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where nobody has imported that yet: the project's own import would get the user's file."""
+    monkeypatch.setattr(site, "getsitepackages", lambda: [str(tmp_path / "site")])
+    write(tmp_path / "site", "installed_h.py", "")
+    for number, name in enumerate(["this", "installed_h"]):
+        write(tmp_path, f"hiding_{number}.py", f"import {name}\ndef f(): ...")
+        write(tmp_path, f"{name}.py", "")
+        with pytest.raises(UserCodeError, match=rf"{name}.py has the name of an installed package, {name}; rename it"):
+            read(f"hiding_{number}.py:f", tmp_path).load()
+
+
+@pytest.mark.parametrize("line", ["from .beside_r import TWO", "from . import beside_r"])
+def test_a_relative_import_is_told_with_its_remedy(tmp_path: Path, line: str) -> None:
+    path = write(tmp_path, "relative.py", f"import json\n{line}\ndef f(): ...")
+    write(tmp_path, "beside_r.py", "TWO = 2")
+    with pytest.raises(UserCodeError, match=rf"{path}:2: ImportError: .*; import what lies beside it by its name alone"):
+        read("relative.py:f", tmp_path).load()
+
+
+def test_a_folder_without_init_is_told_with_its_remedy(tmp_path: Path) -> None:
+    write(tmp_path, "foldered.py", "from folder_n.scale import TWO\ndef f(): ...")
+    write(tmp_path / "folder_n", "scale.py", "TWO = 2")
+    write(tmp_path, "outputs.py", "import wandb_n\ndef f(): ...")
+    (tmp_path / "wandb_n").mkdir()  # without a module, as a run's output
+    assert read("outputs.py:f", tmp_path).name == "f"
+    assert f"{tmp_path}/folder_n is imported and has no __init__.py; add an empty one" in refusal("foldered.py:f", tmp_path)
+
+
+def test_a_byte_order_mark_is_no_code(tmp_path: Path) -> None:
+    (tmp_path / "marked.py").write_bytes(b"\xef\xbb\xbfdef f(): return 3\n")
+    assert read("marked.py:f", tmp_path).load()() == 3
 
 
 def test_blame_names_the_users_line_below_libraries(tmp_path: Path) -> None:

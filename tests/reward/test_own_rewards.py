@@ -18,7 +18,7 @@ from rstar2_megatron.settings.schema import RewardSettings
 from rstar2_megatron.trajectory import FinishReason, Problem, ToolCall, ToolOutcome, Trajectory
 
 FUNCTIONS = """
-import asyncio, enum, os, time
+import asyncio, dataclasses, enum, functools, os, time
 import numpy as np
 from rstar2_megatron.reward.pool import Grade
 
@@ -90,6 +90,20 @@ def by_kind(problem, trajectory):
         case 4: return {"score": 1.0, "similarity": float("nan")}
 
 def no_arguments(): return 0.0
+def exact(prediction: str, target: str): return float(prediction == target)
+def swapped(trajectory, problem): return 0.0
+def no_trajectory(problem, answer): return 0.0
+def yields(problem, trajectory): yield 1.0
+
+@dataclasses.dataclass
+class Length:
+    least: int = 3
+    most: int = 9
+    def __call__(self, problem, trajectory): return 1.0
+
+@functools.wraps(failing)
+def wraps_async(*arguments): return failing(*arguments)
+
 three = 3
 """
 PROBLEM = Problem("q", [{"role": "user", "content": "?"}], ["42"], extra={"level": 3})
@@ -264,6 +278,16 @@ def test_what_cannot_be_called_is_refused_before_a_run(read: Any) -> None:
         Rewards(read(function="mine.py:no_arguments"))
     with pytest.raises(UserCodeError, match=r"and reward.arguments=\{'bonsu': 1\}.*unexpected keyword argument 'bonsu'"):
         Rewards(read(function="mine.py:compute_score", arguments={"bonsu": 1}))
+    for name, said in (
+        ("exact", r"name them \(problem, trajectory\), in this order"),
+        ("swapped", r"name them \(problem, trajectory\), in this order"),
+        ("no_trajectory", r"none of its parameters is named trajectory"),
+        ("yields", r"is a generator; return the result"),
+        ("Length", r"is a class; make an instance, `name = Length\(...\)`, and name that"),
+        ("wraps_async", r"wraps an async function and is none itself; write the wrapper as `async def`"),
+    ):
+        with pytest.raises(UserCodeError, match=rf"mine.py:{name}\(.*: .*{said}"):
+            Rewards(read(function=f"mine.py:{name}"))
     with pytest.raises(UserCodeError, match=r"mine.py:three is a int, not a function"):
         Rewards(read(function="mine.py:three"))
     with pytest.raises(ValueError, match="function and terms are both set"):

@@ -205,6 +205,29 @@ def test_table(form: str, text: str, expected: list[tuple[CallStatus, object]]) 
             assert isinstance(what, str) and what in call.message
 
 
+@pytest.mark.parametrize(
+    ("spec", "text", "expected"),
+    [
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "2024", "2024"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "true", "true"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "null", None),
+        ({"$defs": {"C": {"type": "string"}}, "anyOf": [{"$ref": "#/$defs/C"}, {"type": "null"}]}, "1", "1"),
+        ({"type": ["string", "array"]}, "12", "12"),
+        ({"type": ["string", "array"]}, '["a"]', ["a"]),
+        ({"type": ["integer", "string"]}, "12", 12),
+        ({"type": ["integer", "string"]}, "1.5", "1.5"),
+        ({"anyOf": [{"type": "number"}, {"type": "string"}]}, "12", 12),
+        ({"$defs": {"C": {"$ref": "#/$defs/C"}}, "$ref": "#/$defs/C"}, "12", 12),
+        ({}, "12", 12),
+    ],
+)
+def test_a_text_that_looks_like_json_stays_a_text(spec: dict[str, object], text: str, expected: object) -> None:
+    form = {"type": "object", "properties": {"x": spec}}
+    schema = {"type": "function", "function": {"name": "search", "description": "x", "parameters": form}}
+    (call,) = PARSERS["qwen3_coder"](xml(x=text), [schema])
+    assert call.status is V and call.arguments == {"x": expected}, call
+
+
 def test_every_format_has_every_kind() -> None:
     for form in PARSERS.keys() - {"hermes"}:
         kinds = {status for named, _, expected in TABLE if named == form for status, _ in expected}

@@ -405,6 +405,7 @@ async def test_state_lives_through_a_preemption_and_is_made_again_elsewhere(toke
     assert [text for _, text in outcomes(there)] == ["102", "104"] and log == ["closed", "made", "closed"]
 
 
+DOC = '\n    """F.\n\n    Args:\n        x: X.\n    """'
 REFUSED = {
     "no docstring": ("def f(x: int): ...", "f", "has no docstring; write what the tool does, and under `Args:`"),
     "no Args line": (
@@ -424,6 +425,45 @@ REFUSED = {
     ),
     "no tool": ("f = 3", "f", "own.py:f is a int; a tool is a function, or a class with __call__"),
     "no __call__": ("class F:\n    '''F.'''", "F", "is a class without __call__"),
+    "a Field as default": (
+        f"from pydantic import Field\ndef f(x: int = Field(5, description='X')):{DOC}",
+        "f",
+        "a Field in place of its default; write `x: Annotated[int, Field(...)]`, and behind it `= ` and the default",
+    ),
+    "a type of no expression": (f"def f(x: 'the query'):{DOC}", "f", "cannot be read: Forward reference must be an expression"),
+    "a name that is missing": (f"def f(x: 'time.foo'):{DOC}", "f", "cannot be read: module 'time' has no attribute 'foo'"),
+    "a model of an unknown type": (
+        f"from pydantic import BaseModel\nclass Node(BaseModel):\n    kids: 'list[Nod]'\ndef f(x: Node):{DOC}",
+        "f",
+        "parameter 'x' of own.py:f has the type Node, of which no schema can be made: ",
+    ),
+    "problem is no text": (
+        "def f(problem: str):\n    '''F.'''",
+        "f",
+        "gets the Problem, which the model does not see, and has the type str; rename it where the model is to write it",
+    ),
+    "abstract": (
+        "import abc\nclass F(abc.ABC):\n    @abc.abstractmethod\n    def more(self): ...\n"
+        "    def __call__(self):\n        '''F.'''",
+        "F",
+        "own.py:F is an abstract class; write its more",
+    ),
+    "a wrapper of async": (
+        "import functools\nasync def g():\n    '''F.'''\n@functools.wraps(g)\ndef f(*words): return g(*words)",
+        "f",
+        "it wraps an async function and is none itself; write the wrapper as `async def`",
+    ),
+    "a generator": ("def f():\n    '''F.'''\n    yield 1", "f", "it is a generator; return the result in place of `yield`"),
+    "open": (
+        "class F:\n    def open(self, row): ...\n    def __call__(self):\n        '''F.'''",
+        "F",
+        "open of own.py:F takes self, or self and problem: missing a required argument: 'row'",
+    ),
+    "close": (
+        "class F:\n    def close(self, problem): ...\n    def __call__(self):\n        '''F.'''",
+        "F",
+        "close of own.py:F takes self alone: missing a required argument: 'problem'",
+    ),
     "settings": (
         COUNTER,
         "Counter",
@@ -439,6 +479,16 @@ def test_what_is_no_tool_is_refused_with_a_remedy(tmp_path: Path, case: str) -> 
     with pytest.raises(ValueError, match=r"own\.py") as refused:
         tools_of(settings)
     assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+async def test_open_and_close_may_be_values_and_the_problem_optional(tokenizer, tmp_path: Path) -> None:
+    code = (
+        "class Door:\n    def __init__(self): self.open = self.close = True\n"
+        "    def __call__(self, problem: Optional[Problem] = None):\n"
+        "        '''Look.'''\n        return [self.open, problem.query_id]"
+    )
+    trajectory, _ = await run(tokenizer, settings_of(tmp_path, code, "own.py:Door"), call("Door"))
+    assert outcomes(trajectory) == [("ok", '[true, "q"]')]
 
 
 def test_two_tools_of_one_name(tmp_path: Path) -> None:
