@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import inspect
 import json
 import re
@@ -118,7 +119,9 @@ class OwnTool(LimitedTool):
     # ------------------------------------------------------------------------------------------ one call
 
     async def run(self, arguments: dict[str, Any], context: CallContext) -> tuple[ToolOutcome, str]:
-        values = self._validated(arguments) | dict.fromkeys(self._takes_problem, context.problem)
+        values = self._validated(arguments)
+        if self._takes_problem:  # a copy, which the user's code may change
+            values |= dict.fromkeys(self._takes_problem, copy.deepcopy(context.problem))
         if not self.has_session:
             return self._answer(await self._limited(self._call, {**self._given, **values}))
         old = time.monotonic() - _IDLE_S
@@ -135,7 +138,7 @@ class OwnTool(LimitedTool):
         try:
             instance = await self._limited(self._target, self._given)
             if callable(opening := getattr(instance, "open", None)):
-                takes = {_PROBLEM: context.problem} if _PROBLEM in inspect.signature(opening).parameters else {}
+                takes = {_PROBLEM: copy.deepcopy(context.problem)} if _PROBLEM in inspect.signature(opening).parameters else {}
                 await self._limited(opening, takes)
         except TookTooLong:  # the model has no part in it
             said = f"tool {self.code.label} was not open within {self.limits.timeout_s:g} s"
@@ -157,8 +160,9 @@ class OwnTool(LimitedTool):
 
     def _answer(self, value: Any) -> tuple[ToolOutcome, str]:
         try:
-            text = value if isinstance(value, str) else json.dumps(to_jsonable_python(value), ensure_ascii=False)
-            return ToolOutcome.OK, text
+            if isinstance(value, str):
+                return ToolOutcome.OK, str.__str__(value)  # without a class of the user's
+            return ToolOutcome.OK, json.dumps(to_jsonable_python(value, fallback=_listed), ensure_ascii=False)
         except (TypeError, ValueError, RecursionError) as error:
             said = f"tool {self.code.label} returned a {type(value).__name__}, which is not JSON ({error})"
             raise UserCodeError(f"{said}; a tool returns a text, or what JSON can hold") from error
@@ -224,6 +228,13 @@ def _check_method(label: str, target: type, name: str) -> None:
 def _is_problem(annotation: Any) -> bool:
     """Also `Problem | None`."""
     return annotation is Problem or Problem in get_args(annotation)
+
+
+def _listed(value: Any) -> Any:
+    """The Python value of a scalar or an array of numpy or torch."""
+    if not callable(getattr(value, "tolist", None)):
+        raise TypeError("nor numpy's or torch's")
+    return value.tolist()
 
 
 def _shown(annotation: Any) -> str:

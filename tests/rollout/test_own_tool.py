@@ -265,9 +265,13 @@ async def test_failing_user_code_drops_the_trajectory(tokenizer, tmp_path: Path,
 
 async def test_what_no_model_can_read_is_a_fault_of_the_tool(tokenizer, tmp_path: Path) -> None:
     code = (
-        "def odd(x: int):\n    '''Odd.\n\n    Args:\n        x: Number.\n    '''\n    return [b'', object(), '\\ud800x'][x]\n"
+        "def odd(x: int):\n    '''Odd.\n\n    Args:\n        x: Number.\n    '''\n    import numpy as np\n"
+        "    array = {'n': np.int64(2), 'rows': np.array([[1.5]], np.float32), 'all': np.bool_(True)}\n"
+        "    return [b'', object(), '\\ud800x', array][x]\n"
     )
     settings = settings_of(tmp_path, code, "own.py:odd")
+    trajectory, _ = await run(tokenizer, settings, call("odd", x=3))
+    assert outcomes(trajectory) == [("ok", '{"n": 2, "rows": [[1.5]], "all": true}')]
     trajectory, _ = await run(tokenizer, settings, call("odd", x=1))
     assert "own.py:odd returned a object, which is not JSON" in trajectory.error
     trajectory, _ = await run(tokenizer, settings, call("odd", x=2))
@@ -351,11 +355,12 @@ async def look(i: int, row: Problem, problem, unit: str = "") -> str:
         i: Which row.
     '''
     assert row is problem
-    return problem.extra["rows"][i] + unit
+    return problem.extra["rows"].pop(i) + unit
 """
     settings = settings_of(tmp_path, code, {"use": "own.py:look", "settings": {"unit": " m"}, "max_length": 16})
-    trajectory, loop = await run(tokenizer, settings, call("look", i=1, unit="!", problem="?"))
-    assert outcomes(trajectory) == [("ok", "b m")]
+    look = call("look", i=1, unit="!", problem="?")
+    trajectory, loop = await run(tokenizer, settings, look, look)
+    assert outcomes(trajectory) == [("ok", "b m")] * 2  # each call has its own copy
     assert list(loop.template.schemas[0]["function"]["parameters"]["properties"]) == ["i"]
 
 
