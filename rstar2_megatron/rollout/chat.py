@@ -27,11 +27,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
-import jinja2
 import numpy as np
 
 from rstar2_megatron.data.conversation import CONTROL_TOKEN
-from rstar2_megatron.model.tokenizer_files import OWN_TEMPLATE, format_of, template_fault
+from rstar2_megatron.model.tokenizer_files import OWN_TEMPLATE, format_of, own_template, template_fault
 from rstar2_megatron.rollout.call_format import PARSERS
 from rstar2_megatron.rollout.tool_call import ParsedCall
 from rstar2_megatron.rollout.tool_set import tools_of
@@ -173,9 +172,7 @@ class ChatTemplate:
 
     def _own_template(self) -> str:
         """The tokenizer's chat template. Raises ValueError when there is none, or it has no tools and writes the wording."""
-        own = getattr(self.tokenizer, "chat_template", None)
-        if isinstance(own, Mapping):
-            own = own.get("tool_use" if self._wholly else "default", own.get("default"))
+        _, own = own_template(getattr(self.tokenizer, "chat_template", None), whole=self._wholly)
         if not own:
             raise ValueError(
                 f"the tokenizer has neither {TURN_START} and {TURN_END} as single tokens nor a chat template; rollout."
@@ -183,7 +180,7 @@ class ChatTemplate:
             )
         if self._wholly and (fault := template_fault(own, self.settings.tool_call_format)):
             raise ValueError(f"agentloop.chat_template=tokenizer, but the tokenizer's chat template {fault}")
-        return str(own)
+        return own
 
     def _turns_of_template(self) -> Turns:
         said = [{"role": "user", "content": _ASKED}, {"role": "assistant", "content": _SAID}]
@@ -225,7 +222,7 @@ class ChatTemplate:
             return self._render(messages, opened=False) + self.generation_prefix
         try:
             text = self._render([{"role": "system", "content": system}, *messages], opened=False)
-        except jinja2.TemplateError:
+        except ValueError:
             text = ""
         if system.strip() not in text:  # the template has no system role
             messages[0]["content"] = f"{system}\n\n{messages[0]['content']}"
@@ -233,15 +230,22 @@ class ChatTemplate:
         return text + self.generation_prefix
 
     def _render(self, messages: Sequence[Mapping[str, Any]], *, opened: bool) -> str:
-        """Text of the messages by the Jinja template; opened: with the opening of the next assistant turn."""
-        text = self.tokenizer.apply_chat_template(
-            list(messages),
-            tools=self.schemas if self._wholly else None,
-            chat_template=self._template,
-            date_string=_DATE,
-            add_generation_prompt=opened,
-            tokenize=False,
-        )
+        """Text of the messages by the Jinja template; opened: with the opening of the next assistant turn.
+
+        Raises ValueError for messages that the template cannot write.
+        """
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(messages),
+                tools=self.schemas if self._wholly else None,
+                chat_template=self._template,
+                date_string=_DATE,
+                add_generation_prompt=opened,
+                tokenize=False,
+            )
+        except Exception as error:  # a template is a program, which can raise any error
+            roles = ", ".join(message["role"] for message in messages)
+            raise ValueError(f"the chat template cannot write a conversation of {roles}: {error}") from None
         return str(text)
 
     def _generation_prefix_of_template(self) -> str:
@@ -276,10 +280,7 @@ class ChatTemplate:
             {"role": "assistant", "content": _SAID, "tool_calls": [call]},
         ]
         told = [{"role": "tool", "tool_call_id": _CALL_ID.format(i), "content": text} for i, text in enumerate(responses)]
-        try:
-            text = self._render([*said, *told], opened=True)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template cannot write a tool's response: {error}") from None
+        text = self._render([*said, *told], opened=True)
         return text.partition(_SAID)[2].partition(self.turns.end)[2]
 
     def parse_calls(self, text: str) -> list[ParsedCall]:

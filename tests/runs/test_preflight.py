@@ -388,4 +388,10 @@ def test_a_template_for_another_format_of_calls(model: Path, data: Path) -> None
         check_before_start(tiny(model, data, *OWN, "agentloop.tool_call_format=llama3"))
 
 
+def test_a_template_of_the_settings_that_is_broken(model: Path, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text("{{ tools }}\n{% if tools %}<tool_call>")
+    with pytest.raises(ConfigError, match=r"^agentloop.chat_template: the chat template cannot .* \(line 2: Unexpected end"):
+        check_before_start(tiny(model, data, f"agentloop.chat_template={tmp_path}/own.jinja", *OWN[1:]), dry_run=True)
+
+
 OWN = ("agentloop.chat_template=tokenizer", "agentloop.system_prompt=null", "agentloop.user_prefix=null")
