@@ -162,7 +162,9 @@ def _rendering_fault(template: str, tokens: dict[str, Any], *, whole: bool, chat
     # here, because it takes a second, which runs in this project's own wording need not wait for
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    known = _NO_TOKENS | {key: value for key, value in tokens.items() if key.endswith("_token") and isinstance(value, str)}
+    known: dict[str, Any] = _NO_TOKENS | {
+        key: value for key, value in tokens.items() if key.endswith("_token") and isinstance(value, str)
+    }
     try:
         render_jinja_template(
             [[_ASKED], *([] if chatml else [_ANSWERED])],
@@ -176,6 +178,15 @@ def _rendering_fault(template: str, tokens: dict[str, Any], *, whole: bool, chat
         line = getattr(error, "lineno", None)
         return f"{f'line {line}: ' if line else ''}{error}"
     return ""
+
+
+def special_tokens(directory: Path) -> list[str]:
+    """Those that a tokenizer.json declares; none where it cannot be read."""
+    try:
+        added = read_object(directory / "tokenizer.json").get("added_tokens")
+        return [token["content"] for token in added or [] if token.get("special")]
+    except (AttributeError, KeyError, TypeError, ValueError):  # the checks of the tokenizer say what is wrong
+        return []
 
 
 def _optional(path: Path) -> dict[str, Any]:

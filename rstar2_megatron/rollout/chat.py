@@ -159,8 +159,7 @@ class ChatTemplate:
         # Qwen's and Hermes' templates write the tags themselves; one that knows no tools would write a bare turn of the role
         self._tool_role = self._wholly and (form != "hermes" or self._has_tags_of_its_own())
         self._prompt_ids = functools.lru_cache(_PROMPTS_KEPT)(self._encode)
-        others = [] if chatml else getattr(tokenizer, "all_special_tokens", [])
-        self._specials = re.compile("|".join(map(re.escape, others))) if others else None
+        self._specials = pattern_of(special_tokens(tokenizer))
         if self._tool_role and _TOLD not in self.tool_response_text([_TOLD]):
             raise ValueError("the chat template writes nothing for the role tool; give agentloop.chat_template one that does")
 
@@ -288,8 +287,7 @@ class ChatTemplate:
         return PARSERS[self.call_format](text, self.schemas)
 
     def _defused(self, text: str) -> str:
-        text = defuse(text)
-        return self._specials.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text) if self._specials else text
+        return defuse(text, self._specials)
 
     def user_turn_text(self, text: str) -> str:
         """Text from behind a generated turn end: a user's turn with this text, and the next turn's opening."""
@@ -331,10 +329,24 @@ class ChatTemplate:
         return text
 
 
-def defuse(text: str) -> str:
+def special_tokens(tokenizer: Tokenizer) -> list[str]:
+    """Texts that the tokenizer reads as control tokens; its `all_special_tokens` are only those that have a role."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    return [token.content for token in added if token.special]
+
+
+def pattern_of(tokens: Sequence[str]) -> re.Pattern[str] | None:
+    """Finds control tokens in a text; those that the wording writes as tags, such as <tool_call>, are text."""
+    control = [re.escape(token) for token in tokens if token not in SYSTEM_PROMPT]
+    return re.compile("|".join(control)) if control else None
+
+
+def defuse(text: str, specials: re.Pattern[str] | None = None) -> str:
     """Break control tokens such as <|im_end|> and the tool response's closing tag inside untrusted text."""
     if "<|" in text:  # also of `1<|z|<2`, which is none
         text = CONTROL_TOKEN.sub(lambda found: f"< {found[0][1:]}", text)
+    if specials:
+        text = specials.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
     return text.replace("</tool_response>", "< /tool_response>")
 
 

@@ -220,6 +220,18 @@ def test_a_dry_run_reads_the_rows_of_sft(model: Path, data: Path, tmp_path: Path
         file.write(json.dumps({"messages": [said, {"role": "assistant", "content": "<|im_end|>"}]}) + "\n")
     with pytest.raises(ConfigError, match=r"sft.jsonl:2: message 2 of 2 holds <\|im_end\|>"):
         check_before_start(settings, dry_run=True)
+    path.write_text(json.dumps({"messages": [said]}) + "\n")
+    with pytest.raises(ConfigError, match=r"sft.jsonl:1: no token of this row is trained; give it"):
+        check_before_start(settings, dry_run=True)
+    path.write_text("")
+    with pytest.raises(ConfigError, match=r"sft.jsonl: no rows to train on; give files"):
+        check_before_start(settings, dry_run=True)
+    path.write_text(json.dumps({"messages": [said, {"role": "assistant", "content": "a</s>"}]}) + "\n")
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append({"id": 603, "content": "</s>", "special": True})
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match=r"sft.jsonl:1: message 2 of 2 holds </s>, which would be trained as a control"):
+        check_before_start(settings, dry_run=True)
 
 
 def test_worked_solutions_are_refused(model: Path, data: Path) -> None:
