@@ -176,7 +176,7 @@ def _rendering_fault(template: str, tokens: dict[str, Any], *, whole: bool, chat
         )
     except Exception as error:  # a template is a program, which can raise any error
         line = getattr(error, "lineno", None)
-        return f"{f'line {line}: ' if line else ''}{error}"
+        return (f"line {line}: " if line else "") + " ".join(str(error).split())
     return ""
 
 

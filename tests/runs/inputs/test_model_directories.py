@@ -215,6 +215,7 @@ def tool_template(case: Case) -> None:
 
 
 REFUSED: dict[str, Callable[[Case], object]] = {
+    "a config that is nested too deeply": lambda c: (c.model / "config.json").write_text('{"a": ' + "[" * 100000),
     "no directory of this name": lambda c: c.words.append(f"rollout.model.model_path={c.model}/nowhere"),
     "weights under another name": renamed,
     "shards without their index": lost_index,
