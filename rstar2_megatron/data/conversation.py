@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from rstar2_megatron.data.call_arguments import argument_fault
 from rstar2_megatron.data.json_text import half_character, json_type, unreadable
-from rstar2_megatron.tools import render_schemas
+from rstar2_megatron.tools import ToolSchema, render_schemas
 
 ROLES = ("system", "user", "assistant", "tool")
 CONTROL_TOKEN = re.compile(r"<\|[^\s<>|]+\|>")
 """Control tokens of chat formats, such as <|im_end|>; the `<|` of `1<|z|<2` is none."""
 _THOUGHT = re.compile(r"\s*<think>\s*(.*?)\s*</think>\s*", re.DOTALL)  # reasoning as DeepSeek-R1 and Qwen3 write it
+_THINK = re.compile(r"</?think>")
 _READ = frozenset({"role", "content", "id", "name", "tool_call_id"})  # the last three say nothing to a model
 _ASSISTANTS = _READ | {"reasoning_content", "tool_calls"}
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
@@ -90,6 +92,11 @@ def read_message(raw: Any) -> Message:
         raise ValueError(f"has {fault}")
     if assistant and (found := CONTROL_TOKEN.search(whole)):
         raise ValueError(f"holds {found[0]}, which would be trained as a control token; remove it, or spell it otherwise")
+    if assistant and (found := _THINK.search(f"{text}\n{reasoning}")):
+        raise ValueError(
+            f"holds {found[0]}, which would be trained as an answer; write the reasoning once, as reasoning_content or between "
+            "<think> and </think> before all else, and other tags otherwise"
+        )
     if assistant and not whole.strip():
         raise ValueError("is empty, which would teach the model to say nothing; remove it")
     return message
@@ -136,11 +143,24 @@ def described(raw: Any) -> dict[str, Any]:
     return inner if isinstance(inner, dict) else raw if isinstance(raw, dict) else {}
 
 
-def call_fault(name: str, arguments: Mapping[str, Any], tools: Iterable[Mapping[str, Any]]) -> str:
-    """Why a rollout with these tools refuses the call, or ""."""
-    function = next((function for function in map(described, tools) if function["name"] == name), None)
-    if function is None:
-        return "calls a tool that is not described"
-    required = (function.get("parameters") or {}).get("required") or []
-    lacks = isinstance(required, list) and any(key not in arguments for key in required)
-    return "calls a tool without a required argument" if lacks else ""
+def schema_of(tool: Any) -> ToolSchema:
+    """The schema of a tool in the whole form by which a rollout checks calls; what it leaves out is not checked."""
+    function = described(tool)
+    given = function.get("parameters")
+    given = given if isinstance(given, dict) else {}
+    properties, required = given.get("properties"), given.get("required")
+    specs = properties.items() if isinstance(properties, dict) else ()
+    parameters = {
+        "properties": {key: spec for key, spec in specs if isinstance(spec, dict)},
+        "required": [key for key in required if isinstance(key, str)] if isinstance(required, list) else [],
+    }
+    return {"function": {"name": function["name"], "parameters": parameters}}
+
+
+def call_fault(name: str, arguments: dict[str, Any], tools: Iterable[Any]) -> tuple[str, str]:
+    """Why a rollout with these tools refuses the call, and the particulars of it; or twice ""."""
+    schema = next((schema for schema in map(schema_of, tools) if schema["function"]["name"] == name), None)
+    if schema is None:
+        return "calls a tool that is not described", repr(name)
+    fault = argument_fault(arguments, schema)
+    return ("makes a call that a rollout refuses" if fault else ""), fault

@@ -65,7 +65,7 @@ def check_conversation(messages: list[Message], tools: list[dict[str, Any]]) -> 
             raise Unusable("a call in the text of an assistant turn")
         if message.role == "tool" and previous not in ("assistant", "tool"):
             raise Unusable("tool response without a call")
-        for fault in (call_fault(call.name, call.arguments, tools) for call in message.calls):
+        for fault, _ in (call_fault(call.name, call.arguments, tools) for call in message.calls):
             if fault:
                 raise Unusable(fault)
 

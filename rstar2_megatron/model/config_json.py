@@ -63,7 +63,7 @@ def read_object(path: Path) -> dict[str, Any]:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}; {AGAIN}") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{path} is not a JSON object; {AGAIN}")

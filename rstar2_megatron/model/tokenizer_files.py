@@ -1,10 +1,9 @@
-"""Checks of the tokenizer of a Hugging Face directory by its JSON alone: milliseconds, no torch, no tokenizer is loaded."""
+"""Checks of the tokenizer of a Hugging Face directory by its files alone: no torch, no tokenizer is loaded."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,11 @@ OWN_TEMPLATE = "tokenizer"
 _FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")  # the last is no JSON: transformers reads it
 _SMALLEST_SHARE = 0.5  # of the embedding that a tokenizer of the same model names; the rest of an embedding is padding
 _TURN_TOKENS = {"<|im_start|>", "<|im_end|>"}
+_NO_TOKENS = {"bos_token": "", "eos_token": "", "pad_token": "", "unk_token": ""}
+_ASKED = {"role": "user", "content": "1+1?"}
+_ANSWERED = [_ASKED, {"role": "assistant", "content": "2"}, _ASKED]
+_PARAMETERS = {"type": "object", "properties": {"x": {"type": "string", "description": "X."}}, "required": ["x"]}
+_TOOL = {"type": "function", "function": {"name": "f", "description": "F.", "parameters": _PARAMETERS}}
 
 
 # What the chat template of a format of tool calls says, the most particular first.
@@ -115,19 +119,74 @@ def tokenizer_problems(
 def _template_problems(
     directory: Path, config: dict[str, Any], chat_template: str | None, tool_call_format: str, *, chatml: bool
 ) -> Iterator[str]:
-    file = directory / "chat_template.jinja"
-    try:
-        own = file.read_text(encoding="utf-8") if file.is_file() else json.dumps(config.get("chat_template") or "")
-    except UnicodeDecodeError as error:
-        yield f"{file} is not UTF-8: {error}; {AGAIN}"
-        return
+    files = {"default": directory / "chat_template.jinja"}
+    files |= {file.stem: file for file in (directory / "additional_chat_templates").glob("*.jinja")}
+    templates: Any = {}
+    for name, file in files.items():
+        try:
+            templates |= {name: file.read_text(encoding="utf-8")} if file.is_file() else {}
+        except UnicodeDecodeError as error:
+            yield f"{file} is not UTF-8: {error}; {AGAIN}"
+            return
+    if not templates:
+        templates, files = config.get("chat_template"), {}
+    whole = chat_template is not None
+    name, own = own_template(templates, whole=whole)
     if chat_template == OWN_TEMPLATE and (fault := template_fault(own, tool_call_format)):
         yield f"agentloop.chat_template=tokenizer, but the chat template of {directory} {fault}"
-    elif chat_template is None and not chatml and own in ("", '""'):
+    elif not whole and not chatml and not own:
         yield (
             f"the tokenizer of {directory} has neither <|im_start|> and <|im_end|> nor a chat template; take the tokenizer of "
             "an instruct model, or write chat_template.jinja beside it"
         )
+    elif whole or not chatml:
+        is_own = chat_template in (None, OWN_TEMPLATE)
+        place = files.get(name, directory / "tokenizer_config.json") if is_own else "agentloop.chat_template"
+        tokens = {key: value.get("content") if isinstance(value, dict) else value for key, value in config.items()}
+        if fault := _rendering_fault(own if is_own else str(chat_template), tokens, whole=whole, chatml=chatml):
+            yield f"{place}: the chat template cannot write a conversation ({fault}); mend it, or take another"
+
+
+def own_template(templates: Any, *, whole: bool) -> tuple[str, str]:
+    """(name, text) of that of a tokenizer's chat templates which is used; whole: it describes the tools. "" for none."""
+    if isinstance(templates, list):
+        templates = {one.get("name"): one.get("template") for one in templates if isinstance(one, dict)}
+    elif not isinstance(templates, Mapping):
+        templates = {"default": templates}
+    name = "tool_use" if whole and "tool_use" in templates else "default"
+    return name, str(templates.get(name) or "")
+
+
+def _rendering_fault(template: str, tokens: dict[str, Any], *, whole: bool, chatml: bool) -> str:
+    """Why transformers cannot render the conversations by which the turns are found; "" when it can."""
+    # here, because it takes a second, which runs in this project's own wording need not wait for
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    known: dict[str, Any] = _NO_TOKENS | {
+        key: value for key, value in tokens.items() if key.endswith("_token") and isinstance(value, str)
+    }
+    try:
+        render_jinja_template(
+            [[_ASKED], *([] if chatml else [_ANSWERED])],
+            tools=[_TOOL] if whole else None,
+            chat_template=template,
+            add_generation_prompt=True,
+            date_string="26 Jul 2024",
+            **known,
+        )
+    except Exception as error:  # a template is a program, which can raise any error
+        line = getattr(error, "lineno", None)
+        return (f"line {line}: " if line else "") + " ".join(str(error).split())
+    return ""
+
+
+def special_tokens(directory: Path) -> list[str]:
+    """Those that a tokenizer.json declares; none where it cannot be read."""
+    try:
+        added = read_object(directory / "tokenizer.json").get("added_tokens")
+        return [token["content"] for token in added or [] if token.get("special")]
+    except (AttributeError, KeyError, TypeError, ValueError):  # the checks of the tokenizer say what is wrong
+        return []
 
 
 def _optional(path: Path) -> dict[str, Any]:

@@ -24,7 +24,9 @@ Table = tuple[str, list[list[str]]]
 EVENT_FILE = "events.out.tfevents"
 TABLES = (".csv", ".tsv")
 LOG_SUFFIXES = (".jsonl", *TABLES, ".log", ".txt", ".wandb")
-_STEPS = ("step", "_step", "global_step")
+_STEPS = ("global_step", "step", "_step")
+"""Names of a step, that of training first: of several the first counts, because wandb's own counts calls of its log."""
+_MOST_STEPS = 2**53
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _CONSOLE = re.compile(r"\bstep:\s*(\d+)\s+-\s+(.*)")
 _REPEATED = re.compile(r"\s*\[repeated \d+x across cluster\].*$")  # Ray's, behind a line
@@ -84,19 +86,23 @@ class Log:
 def read_jsonl(log: Log, path: Path) -> None:
     """Ours `{"step": n, name: value}`, verl's `{"step": n, "data": {...}}`, wandb's `{"_step": n, ...}`."""
     bad: list[int] = []
+    rows: list[tuple[int, dict[str, Any]]] = []
     with _opened(path) as file:
         for place, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line)
-            except (json.JSONDecodeError, RecursionError):
+            except (ValueError, RecursionError):
                 row = None
-            step = next((row[name] for name in _STEPS if name in row), None) if isinstance(row, dict) else None
-            if isinstance(step, int | float) and float(step).is_integer():
-                _add_all(log, int(step), row["data"] if isinstance(row.get("data"), dict) else row)
-            else:
-                bad.append(place)
+            rows.append((place, row if isinstance(row, dict) else {}))
+    key = next((name for name in _STEPS if any(name in row for _, row in rows)), "")
+    for place, row in rows:
+        step = row.get(key)
+        if isinstance(step, int | float) and abs(step) < _MOST_STEPS and float(step).is_integer():
+            _add_all(log, int(step), row["data"] if isinstance(row.get("data"), dict) else row)
+        else:
+            bad.append(place)
     _report_bad(log, path, bad, "lines")
 
 
@@ -109,7 +115,7 @@ def _add_all(log: Log, step: int, values: Mapping[str, Any]) -> None:
             text = value or "nan"
             log.add_text(name, step, text, number(text))
         elif isinstance(value, int | float):
-            log.add(name, step, float(value))
+            log.add(name, step, float(str(value)))  # of a text: a whole number beyond floats is infinite
 
 
 def _opened(path: Path, newline: str | None = None) -> IO[str]:
@@ -142,7 +148,8 @@ def csv_runs(table: Table) -> list[str]:
 
 
 def _step_columns(names: Sequence[str]) -> list[str]:
-    return [name for name in names if name.strip().lower() in _STEPS]
+    found = [name for name in names if name.strip().lower() in _STEPS]
+    return sorted(found, key=lambda name: _STEPS.index(name.strip().lower()))
 
 
 def _split_column(name: str) -> tuple[str, str]:

@@ -8,11 +8,13 @@ from collections.abc import Iterable
 _FLOAT = r"([-+]?(?:(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|nan|inf(?:inity)?))"
 _VALUE = re.compile(rf"{_FLOAT}|[\w.]+\(\s*{_FLOAT}\s*(?:,.*)?\)", re.IGNORECASE)
 _MINUS = "\u2212"
-_LIKE = re.compile(rf"\(?[-+{_MINUS}]?[$€£]?[\d.,'\s]*\d[\d.,'\s]*[%kKMG€]?\)?")
-# by the mark of decimals; the other mark may stand between thousands
+_LIKE = re.compile(r"\W{0,2}\d")
+_DATE = re.compile(r"\d{4}-\d\d?(?!\d)|\d\d?[/.]\d\d?[/.]\d{4}(?!\d)")
+# by the mark of decimals; the other mark may stand between thousands, of which a number with an exponent has none
 _DECIMAL = {
     mark: re.compile(
-        rf"[-+]?(?=[{mark}]?\d)(?:[1-9]\d{{0,2}}(?:[{other}]\d{{3}})+|\d*)(?:[{mark}]\d*)?(?:e[-+]?\d+)?", re.IGNORECASE
+        rf"[-+]?(?=[{mark}]?\d)(?:[1-9]\d{{0,2}}(?:[{other}]\d{{3}})+(?:[{mark}]\d*)?|\d*(?:[{mark}]\d*)?(?:e[-+]?\d+)?)",
+        re.IGNORECASE,
     )
     for mark, other in (".,", ",.")
 }
@@ -25,8 +27,8 @@ def number(text: str) -> float | None:
 
 
 def is_like_a_number(text: str) -> bool:
-    """Whether a reader would take the text for a number: "1,024", "85%", "1.2k", "$5", "(0.1)"."""
-    return _LIKE.fullmatch(text.strip()) is not None
+    """Whether the text begins as a number does, and is no date: "1,024", "85%", "0.44 ± 0.02", "<0.01", "$5", "(0.1)"."""
+    return _LIKE.match(text.strip()) is not None and _DATE.match(text.strip()) is None
 
 
 def decimal_mark(cells: Iterable[str], delimiter: str) -> str | None:

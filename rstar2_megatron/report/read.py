@@ -89,8 +89,8 @@ def _finish(log: Log, reader: LogReader, verl: bool) -> Log:
         log.messages.append(f"{log.path}: {len(log.repeated)} steps are logged more than once ({steps}); the last counts")
     if log.unread:
         log.messages.append(
-            f"{log.path}: {len(log.unread)} values look like numbers and cannot be read ({some(log.unread)}); write a point "
-            "before decimals and nothing between thousands"
+            f"{log.path}: {len(log.unread)} values look like numbers and cannot be read ({some(log.unread)}); write "
+            "numbers alone, a point before decimals and nothing between thousands"
         )
     log.settings = _saved_settings(log)
     return log

@@ -74,6 +74,10 @@ def _xml_call(text: str, function: re.Match[str], schemas: Sequence[ToolSchema])
     position = function.end()
     while parameter := _PARAMETER.match(text, position):
         key = parameter[1].strip()
+        if key in arguments:  # also where a value holds the marks of parameters
+            message = f"Tool call gives the parameter {quote(key)} twice; write each once, and no </parameter> in a value."
+            close = text.find(CLOSE, position)
+            return refused(CallStatus.BAD_SYNTAX, message), close if close >= 0 else len(text)
         arguments[key] = _typed(parameter[2].removeprefix("\n").removesuffix("\n"), known.get(key, {}))
         position = parameter.end()
     for mark, pattern in (("</function>", _FUNCTION_END), (CLOSE, _CALL_END)):

@@ -27,11 +27,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
-import jinja2
 import numpy as np
 
 from rstar2_megatron.data.conversation import CONTROL_TOKEN
-from rstar2_megatron.model.tokenizer_files import OWN_TEMPLATE, format_of, template_fault
+from rstar2_megatron.model.tokenizer_files import OWN_TEMPLATE, format_of, own_template, template_fault
 from rstar2_megatron.rollout.call_format import PARSERS
 from rstar2_megatron.rollout.tool_call import ParsedCall
 from rstar2_megatron.rollout.tool_set import tools_of
@@ -160,8 +159,7 @@ class ChatTemplate:
         # Qwen's and Hermes' templates write the tags themselves; one that knows no tools would write a bare turn of the role
         self._tool_role = self._wholly and (form != "hermes" or self._has_tags_of_its_own())
         self._prompt_ids = functools.lru_cache(_PROMPTS_KEPT)(self._encode)
-        others = [] if chatml else tokenizer.all_special_tokens
-        self._specials = re.compile("|".join(map(re.escape, others))) if others else None
+        self._specials = pattern_of(special_tokens(tokenizer))
         if self._tool_role and _TOLD not in self.tool_response_text([_TOLD]):
             raise ValueError("the chat template writes nothing for the role tool; give agentloop.chat_template one that does")
 
@@ -173,9 +171,7 @@ class ChatTemplate:
 
     def _own_template(self) -> str:
         """The tokenizer's chat template. Raises ValueError when there is none, or it has no tools and writes the wording."""
-        own = self.tokenizer.chat_template
-        if isinstance(own, Mapping):
-            own = own.get("tool_use" if self._wholly else "default", own.get("default"))
+        _, own = own_template(self.tokenizer.chat_template, whole=self._wholly)
         if not own:
             raise ValueError(
                 f"the tokenizer has neither {TURN_START} and {TURN_END} as single tokens nor a chat template; rollout."
@@ -183,7 +179,7 @@ class ChatTemplate:
             )
         if self._wholly and (fault := template_fault(own, self.settings.tool_call_format)):
             raise ValueError(f"agentloop.chat_template=tokenizer, but the tokenizer's chat template {fault}")
-        return str(own)
+        return own
 
     def _turns_of_template(self) -> Turns:
         said = [{"role": "user", "content": _ASKED}, {"role": "assistant", "content": _SAID}]
@@ -225,7 +221,7 @@ class ChatTemplate:
             return self._render(messages, opened=False) + self.generation_prefix
         try:
             text = self._render([{"role": "system", "content": system}, *messages], opened=False)
-        except jinja2.TemplateError:
+        except ValueError:
             text = ""
         if system.strip() not in text:  # the template has no system role
             messages[0]["content"] = f"{system}\n\n{messages[0]['content']}"
@@ -233,15 +229,22 @@ class ChatTemplate:
         return text + self.generation_prefix
 
     def _render(self, messages: Sequence[Mapping[str, Any]], *, opened: bool) -> str:
-        """Text of the messages by the Jinja template; opened: with the opening of the next assistant turn."""
-        text = self.tokenizer.apply_chat_template(
-            list(messages),
-            tools=self.schemas if self._wholly else None,
-            chat_template=self._template,
-            date_string=_DATE,
-            add_generation_prompt=opened,
-            tokenize=False,
-        )
+        """Text of the messages by the Jinja template; opened: with the opening of the next assistant turn.
+
+        Raises ValueError for messages that the template cannot write.
+        """
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(messages),
+                tools=self.schemas if self._wholly else None,
+                chat_template=self._template,
+                date_string=_DATE,
+                add_generation_prompt=opened,
+                tokenize=False,
+            )
+        except Exception as error:  # a template is a program, which can raise any error
+            roles = ", ".join(message["role"] for message in messages)
+            raise ValueError(f"the chat template cannot write a conversation of {roles}: {error}") from None
         return str(text)
 
     def _generation_prefix_of_template(self) -> str:
@@ -276,10 +279,7 @@ class ChatTemplate:
             {"role": "assistant", "content": _SAID, "tool_calls": [call]},
         ]
         told = [{"role": "tool", "tool_call_id": _CALL_ID.format(i), "content": text} for i, text in enumerate(responses)]
-        try:
-            text = self._render([*said, *told], opened=True)
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template cannot write a tool's response: {error}") from None
+        text = self._render([*said, *told], opened=True)
         return text.partition(_SAID)[2].partition(self.turns.end)[2]
 
     def parse_calls(self, text: str) -> list[ParsedCall]:
@@ -287,8 +287,7 @@ class ChatTemplate:
         return PARSERS[self.call_format](text, self.schemas)
 
     def _defused(self, text: str) -> str:
-        text = defuse(text)
-        return self._specials.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text) if self._specials else text
+        return defuse(text, self._specials)
 
     def user_turn_text(self, text: str) -> str:
         """Text from behind a generated turn end: a user's turn with this text, and the next turn's opening."""
@@ -330,10 +329,24 @@ class ChatTemplate:
         return text
 
 
-def defuse(text: str) -> str:
+def special_tokens(tokenizer: Tokenizer) -> list[str]:
+    """Texts that the tokenizer reads as control tokens; its `all_special_tokens` are only those that have a role."""
+    added = tokenizer.added_tokens_decoder.values()
+    return [token.content for token in added if token.special]
+
+
+def pattern_of(tokens: Sequence[str]) -> re.Pattern[str] | None:
+    """Finds control tokens in a text; those that the wording writes as tags, such as <tool_call>, are text."""
+    control = [re.escape(token) for token in tokens if token not in SYSTEM_PROMPT]
+    return re.compile("|".join(control)) if control else None
+
+
+def defuse(text: str, specials: re.Pattern[str] | None = None) -> str:
     """Break control tokens such as <|im_end|> and the tool response's closing tag inside untrusted text."""
     if "<|" in text:  # also of `1<|z|<2`, which is none
         text = CONTROL_TOKEN.sub(lambda found: f"< {found[0][1:]}", text)
+    if specials:
+        text = specials.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
     return text.replace("</tool_response>", "< /tool_response>")
 
 

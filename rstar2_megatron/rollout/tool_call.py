@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from rstar2_megatron.data.json_text import JSON_TYPES, half_character, json_fault, json_type
-from rstar2_megatron.tools import ToolSchema, required_parameters, tool_name
+from rstar2_megatron.data.call_arguments import argument_fault
+from rstar2_megatron.data.json_text import json_fault, json_type
+from rstar2_megatron.tools import ToolSchema, tool_name
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
@@ -150,32 +151,10 @@ def check_call(name: Any, arguments: Any, schemas: Sequence[ToolSchema], key: st
     if name not in by_name:
         message = f"There is no tool {quote(name)}. Known tools: {_quoted(by_name)}."
         return refused(CallStatus.UNKNOWN_TOOL, message, _printable(name))
-    problem = _argument_problem(arguments, by_name[name])
-    if problem:
-        return refused(CallStatus.BAD_ARGUMENTS, problem, name)
+    if fault := argument_fault(arguments, by_name[name]):
+        return refused(CallStatus.BAD_ARGUMENTS, fault, name)
     known = by_name[name]["function"]["parameters"]["properties"]
     return ParsedCall(CallStatus.VALID, name=name, arguments={key: arguments[key] for key in known if key in arguments})
-
-
-def _argument_problem(arguments: dict[str, Any], schema: ToolSchema) -> str:
-    """Error in the arguments, or an empty string. Unknown arguments are ignored, as in the released code."""
-    missing = [key for key in required_parameters(schema) if key not in arguments]
-    if missing:
-        return f"{tool_name(schema)} needs the argument {_quoted(missing)}."
-    for key, spec in schema["function"]["parameters"]["properties"].items():
-        if key not in arguments:
-            continue
-        value, wanted = arguments[key], str(spec.get("type", "any"))  # JSON Schema also has lists of types
-        if value is None and spec.get("nullable"):
-            continue
-        if wanted == "integer" and isinstance(value, float) and value.is_integer():  # 3.0 is one in JSON Schema
-            continue
-        wrong_bool = isinstance(value, bool) and wanted in JSON_TYPES and wanted != "boolean"
-        if wrong_bool or not isinstance(value, JSON_TYPES.get(wanted, (object,))):
-            return f'Argument "{key}" must be of type {wanted}, got {json_type(value)}.'
-        if isinstance(value, str) and (fault := half_character(value)):
-            return f'Argument "{key}" holds {fault}.'
-    return ""
 
 
 def _quoted(names: Any) -> str:

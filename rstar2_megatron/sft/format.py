@@ -7,10 +7,11 @@ block would teach the model to skip reasoning. Only the assistant's turns are tr
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rstar2_megatron.data.conversation import Message, call_fault, read_message, read_tools, rendered_tools
+from rstar2_megatron.data.conversation import Message, call_fault, read_message, read_tools, rendered_tools, schema_of
 from rstar2_megatron.data.json_text import half_character, json_type
 from rstar2_megatron.rollout.chat import GENERATION_PREFIX, TOOLS_PROMPT, TURN_END, TURN_START, defuse
 from rstar2_megatron.rollout.tool_call import CLOSE, OPEN, CallStatus, parse_tool_calls
@@ -18,13 +19,16 @@ from rstar2_megatron.rollout.tool_call import CLOSE, OPEN, CallStatus, parse_too
 Segments = list[tuple[str, int]]
 
 
-def render_conversation(messages: Sequence[Any], tools: Any = None) -> Segments:
-    """Segments whose texts join to the conversation. Raises ValueError, which counts messages from 1."""
+def render_conversation(messages: Sequence[Any], tools: Any = None, specials: re.Pattern[str] | None = None) -> Segments:
+    """Segments whose texts join to the conversation. Raises ValueError, which counts messages from 1.
+
+    specials: the tokenizer's control tokens, which only the format may write.
+    """
     schemas = read_tools(tools)
     read: list[Message] = []
     for number, raw in enumerate(messages, 1):
         try:
-            read.append(_checked(read_message(raw), schemas, first=number == 1))
+            read.append(_checked(read_message(raw), schemas, specials, first=number == 1))
         except ValueError as error:
             raise ValueError(f"message {number} of {len(messages)} {error}") from None
     segments: Segments = []
@@ -34,32 +38,36 @@ def render_conversation(messages: Sequence[Any], tools: Any = None) -> Segments:
         described = TOOLS_PROMPT.replace("{tools}", rendered_tools(schemas))
         system = f"{system}\n\n{described}" if system else described
     if system:
-        untrained += f"{TURN_START}system\n{defuse(system)}{TURN_END}\n"
+        untrained += f"{TURN_START}system\n{defuse(system, specials)}{TURN_END}\n"
     for number, message in enumerate(read):
         if message.role == "assistant":
             opening = GENERATION_PREFIX if message.reasoning else f"{TURN_START}assistant\n"
             segments += [(untrained + opening, 0), (_assistant_text(message) + TURN_END, 1)]
             untrained = "\n"
         elif message.role == "tool":
-            response = f"<tool_response>\n{defuse(message.content)}\n</tool_response>"
+            response = f"<tool_response>\n{defuse(message.content, specials)}\n</tool_response>"
             first = number == 0 or read[number - 1].role != "tool"
             last = number + 1 == len(read) or read[number + 1].role != "tool"
             untrained += (f"{TURN_START}user\n" if first else "\n") + response + (f"{TURN_END}\n" if last else "")
         elif message.role == "user":
-            untrained += f"{TURN_START}user\n{defuse(message.content)}{TURN_END}\n"
+            untrained += f"{TURN_START}user\n{defuse(message.content, specials)}{TURN_END}\n"
     return segments
 
 
-def _checked(message: Message, tools: list[dict[str, Any]], *, first: bool) -> Message:
+def _checked(message: Message, tools: list[dict[str, Any]], specials: re.Pattern[str] | None, *, first: bool) -> Message:
     """The message. A call that a rollout refuses is refused, in tool_calls and in the text: the model would learn an error."""
     if message.role == "system" and not first:
         raise ValueError("is a system message; it must be the first")
+    if specials and message.role == "assistant" and (found := specials.search(_assistant_text(message))):
+        raise ValueError(f"holds {found[0]}, which would be trained as a control token; remove it, or spell it otherwise")
     for call in message.calls if tools else ():
-        if fault := call_fault(call.name, call.arguments, tools):
-            raise ValueError(f"{fault}: {call.name!r}")
+        fault, which = call_fault(call.name, call.arguments, tools)
+        if fault:
+            raise ValueError(f"{fault}: {which}")
     if message.role == "assistant" and OPEN in message.content:
-        for written in parse_tool_calls(message.content, ()):
-            if written.status is not CallStatus.UNKNOWN_TOOL or not written.name:  # every tool is unknown here
+        for written in parse_tool_calls(message.content, [schema_of(tool) for tool in tools]):
+            named = written.status is CallStatus.UNKNOWN_TOOL and written.name
+            if not written.valid and not (named and not tools):  # without tools every name is unknown
                 raise ValueError(f"writes a call that a rollout refuses: {written.message}")
     return message
 
@@ -70,10 +78,10 @@ def _assistant_text(message: Message) -> str:
     return "\n".join([*parts, *(f"{OPEN}\n{call.body}\n{CLOSE}" for call in message.calls)])
 
 
-def row_segments(row: Mapping[str, Any]) -> Segments:
+def row_segments(row: Mapping[str, Any], specials: re.Pattern[str] | None = None) -> Segments:
     """Segments of a data row, {"segments": [[text, trained], ...]} or {"messages": [...], "tools": [...]}.
 
-    Raises ValueError for a row of another shape.
+    Raises ValueError for a row of another shape, or of which nothing is trained.
     """
     given = [key for key in ("segments", "messages", "system", "functions") if row.get(key) is not None]
     if given not in (["segments"], ["messages"]) or not isinstance(row[given[0]], list):
@@ -83,8 +91,12 @@ def row_segments(row: Mapping[str, Any]) -> Segments:
             + "; a system text is the first message, and functions are tools"
         )
     if given == ["messages"]:
-        return render_conversation(row["messages"], row.get("tools"))
-    return [_segment(segment, number) for number, segment in enumerate(row["segments"], 1)]
+        segments = render_conversation(row["messages"], row.get("tools"), specials)
+    else:
+        segments = [_segment(segment, number) for number, segment in enumerate(row["segments"], 1)]
+    if not any(text and trained for text, trained in segments):
+        raise ValueError("no token of this row is trained; give it an assistant's turn or a segment marked 1, or remove it")
+    return segments
 
 
 def _segment(segment: Any, number: int) -> tuple[str, int]:

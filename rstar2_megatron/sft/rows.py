@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from rstar2_megatron.algorithm.batch import TrainSequence
 from rstar2_megatron.data.rows import DataError, data_input
-from rstar2_megatron.rollout.chat import TURN_START
+from rstar2_megatron.rollout.chat import TURN_START, pattern_of, special_tokens
 from rstar2_megatron.sft.format import Segments, row_segments
 
 _ROWS_AT_ONCE = 256
@@ -53,7 +53,7 @@ def load_sft_rows(paths: Sequence[str | Path], tokenizer: Any, max_length: int) 
     """
     rows = SFTRows()
     chatml = len(tokenizer([TURN_START], add_special_tokens=False)["input_ids"][0]) == 1
-    segmented = read_segments(paths, chatml)
+    segmented = read_segments(paths, special_tokens(tokenizer), chatml)
     while chunk := list(islice(segmented, _ROWS_AT_ONCE)):
         texts = [text for _, segments in chunk for text, _ in segments]
         pieces = iter(tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else [])
@@ -72,17 +72,23 @@ def load_sft_rows(paths: Sequence[str | Path], tokenizer: Any, max_length: int) 
             else:
                 rows.skipped += 1
     if not rows:
-        raise DataError(f"{', '.join(map(str, paths)) or '(no files)'}: no rows to train on ({rows.skipped} too long)")
+        raise DataError(f"{', '.join(map(str, paths))}: no rows to train on ({rows.skipped} too long)")
     return rows
 
 
-def read_segments(paths: Sequence[str | Path], chatml: bool = True) -> Iterator[tuple[str, Segments]]:
-    """(where, segments) of the rows of all files. Raises DataError. chatml: its marks are tokens of the model."""
+def read_segments(
+    paths: Sequence[str | Path], specials: Sequence[str] = (), chatml: bool = True
+) -> Iterator[tuple[str, Segments]]:
+    """(where, segments) of the rows of all files. Raises DataError, also for no rows.
+
+    specials: control tokens of the tokenizer. chatml: its marks are tokens of the model.
+    """
+    pattern, where = pattern_of(specials), ""
     for source in map(data_input, paths):
         bar = tqdm(source.rows(), f"tokenise {source.label[-40:]}", leave=False, disable=None, unit="row")
         for row in bar:
             try:
-                segments = row_segments(row.values)
+                segments = row_segments(row.values, pattern)
             except (ValueError, RecursionError) as error:
                 raise DataError(f"{row.where}: {error}") from None
             if not chatml and row.values.get("segments") is None:
@@ -90,4 +96,7 @@ def read_segments(paths: Sequence[str | Path], chatml: bool = True) -> Iterator[
                     f"{row.where}: messages are rendered in ChatML, and the tokenizer splits its {TURN_START}; give rows of "
                     "segments in the turns of the tokenizer's template"
                 )
-            yield row.where, segments
+            where = row.where
+            yield where, segments
+    if not where:
+        raise DataError(f"{', '.join(map(str, paths)) or '(no files)'}: no rows to train on; give files that hold some")

@@ -175,7 +175,8 @@ def test_json_that_is_no_call(text: str) -> None:
     ("name", "values", "why"),
     [
         ("toolace", toolace(call="[Get Weather(city=Oslo)]"), "cannot be read"),
-        ("toolace", toolace(call="[Get Weather(days=[1])]"), "without a required argument"),
+        ("toolace", toolace(call="[Get Weather(days=[1])]"), "a call that a rollout refuses"),
+        ("toolace", toolace(call="[Get Weather(city=[1])]"), "a call that a rollout refuses"),
         ("toolace", toolace(call="[Get Wind(city='Oslo')]"), "not described"),
         ("magicoder", magicoder(lang="rust"), "not Python"),
         ("magicoder", magicoder(code="print("), "not one Python program"),

@@ -47,6 +47,17 @@ READ: dict[str, tuple[str, str | bytes, dict[str, dict[int, float]]]] = {
     "decimal commas": ("x.csv", table(",", '1,"0,41",1024', '2,"0,5","998,5"'), CURVES),
     "decimal commas and points between thousands": ("x.csv", table(";", "1;0,41;1.024", "2;0,5;998,5"), CURVES),
     "decimal commas with three places": ("x.csv", table(";", "1;0,41;1024,000", "2;0,500;998,5"), CURVES),
+    "a small number between semicolons": ("x.csv", "Step;run - lr\n1;1.234e-06\n2;1e-06\n", {"lr": {1: 1.234e-6, 2: 1e-6}}),
+    "a second column of steps": (
+        "x.csv",
+        "_step,global_step,run - critic/rewards/mean\n10,1,0.41\n20,2,0.5\n",
+        {REWARD: CURVES[REWARD]},
+    ),
+    "a second name of steps in jsonl": (
+        "x.jsonl",
+        JSONL.replace('"step": ', '"_step": 7, "global_step": '),
+        {REWARD: CURVES[REWARD]},
+    ),
     "numpy's numbers": ("x.csv", table(",", "1,np.float64(0.41),1024", '2,"tensor(0.5, device=0)",998.5'), CURVES),
     "a minus sign of typography": (
         "x.csv",
@@ -72,6 +83,17 @@ WARNED: dict[str, tuple[str, str, dict[str, dict[int, float]]]] = {
         table(";", "1;0,41;1.024", "2;0.5;998,5"),
         {REWARD: CURVES[REWARD], LENGTH: {2: 998.5}},
     ),
+    **{
+        name: ("x.csv", table(",", f"1,{text},1024", "2,0.5,998.5"), {REWARD: {2: 0.5}, LENGTH: CURVES[LENGTH]})
+        for name, text in {
+            "a number with its error": "0.44 ± 0.02",
+            "a number with a mark": "0.5*",
+            "a bound": "<0.01",
+            "a fraction": "1/3",
+            "a number with a unit": "12.3s",
+            "underscores between thousands": "1_024",
+        }.items()
+    },
     "per cent": ("x.csv", table(",", "1,41%,1024", "2,0.5,998.5"), {REWARD: {2: 0.5}, LENGTH: CURVES[LENGTH]}),
     "a currency": ("x.csv", table(",", "1,$0.41,1024", "2,0.5,998.5"), {REWARD: {2: 0.5}, LENGTH: CURVES[LENGTH]}),
     "a number in brackets": ("x.csv", table(",", "1,(0.41),1024", "2,0.5,998.5"), {REWARD: {2: 0.5}, LENGTH: CURVES[LENGTH]}),
@@ -95,6 +117,8 @@ WARNED: dict[str, tuple[str, str, dict[str, dict[int, float]]]] = {
     "fewer cells than columns": ("x.csv", table(",", "1,0.4", "2,0.5,998.5"), {REWARD: {2: 0.5}, LENGTH: {2: 998.5}}),
     "a step between two": ("x.csv", table(",", "1.5,0.41,1024", "2,0.5,998.5"), {REWARD: {2: 0.5}, LENGTH: {2: 998.5}}),
     "a step between two in jsonl": ("x.jsonl", JSONL.replace('"step": 1', '"step": 1.5'), {REWARD: {2: 0.5}}),
+    "a step of 400 digits": ("x.jsonl", JSONL.replace('"step": 1', '"step": ' + "1" * 400), {REWARD: {2: 0.5}}),
+    "a row of another step": ("x.jsonl", JSONL.replace('"step": 2', '"global_step": 2'), {REWARD: {2: 0.5}}),
     "a column twice": (
         "x.csv",
         HEAD + ",run - critic/rewards/mean\n1,0.41,1024,0.3\n2,0.5,998.5,0.5\n",
@@ -148,6 +172,11 @@ def test_a_named_log_that_gives_nothing_ends_with_1(name: str, tmp_path: Path, c
     assert len(set(warnings)) == len(warnings) and any(is_answer(line, ANSWERS[name]) for line in warnings), warnings
     assert "warning" not in captured.out and "wrote" in captured.out
     assert all(f"warning: {line}" in (out / "comparison.txt").read_text() for line in warnings)
+
+
+def test_a_number_beyond_floats_is_infinite(tmp_path: Path) -> None:
+    log = read(tmp_path, "x.jsonl", JSONL.replace("0.41", "1" * 400))
+    assert (log.series, log.not_finite) == ({REWARD: {2: 0.5}}, {REWARD: {1}})
 
 
 def test_every_row_is_tried() -> None:

@@ -154,6 +154,11 @@ TABLE = [
     ("pythonic", "[search(query='a',\n n='b", [(UNCLOSED, "not closed with ]")]),
     ("pythonic", "[search(query='it's')]", [(SYNTAX, "a string in line 1 that does not end; inside it write")]),
     ("qwen3_coder", xml(query="a", n="three"), [(ARGUMENTS, '"n" must be of type integer, got string')]),
+    (
+        "qwen3_coder",
+        xml(query="s = '</parameter>\n<parameter=n>'", n="3") + xml(query="a"),
+        [(SYNTAX, "gives the parameter 'n' twice; write each once, and no </parameter> in a value"), (V, {"query": "a"})],
+    ),
     ("qwen3_coder", xml(n="3") + xml(query="a"), [(ARGUMENTS, 'needs the argument "query"'), (V, {"query": "a"})]),
     ("llama3", "{'name': 'search', 'parameters': {}}", [(JSON, "write names in double quotes")]),
     ("llama3", '<|python_tag|>search.call(query="a")', [(JSON, "write one JSON object")]),

@@ -118,3 +118,11 @@ def test_the_tokenizers_own_wording_needs_tools() -> None:
     text = template.prompt_text(ASKED)
     check_tools_in_prompt(text, template.schemas)
     assert text.endswith("assistant<|end_header_id|>\n\n")
+
+
+def test_a_template_that_writes_no_conversation_is_told() -> None:
+    tokenizer = tokenizer_of(LLAMA3)
+    for broken in ("{% if a %}", "{{ messages | nofilter }}", "{{ raise_exception('no') }}", "{{ 'a' + 1 }}"):
+        tokenizer.chat_template = broken
+        with pytest.raises(ValueError, match=r"^the chat template cannot write a conversation of user: "):
+            ChatTemplate(tokenizer, AgentLoopSettings())

@@ -220,6 +220,18 @@ def test_a_dry_run_reads_the_rows_of_sft(model: Path, data: Path, tmp_path: Path
         file.write(json.dumps({"messages": [said, {"role": "assistant", "content": "<|im_end|>"}]}) + "\n")
     with pytest.raises(ConfigError, match=r"sft.jsonl:2: message 2 of 2 holds <\|im_end\|>"):
         check_before_start(settings, dry_run=True)
+    path.write_text(json.dumps({"messages": [said]}) + "\n")
+    with pytest.raises(ConfigError, match=r"sft.jsonl:1: no token of this row is trained; give it"):
+        check_before_start(settings, dry_run=True)
+    path.write_text("")
+    with pytest.raises(ConfigError, match=r"sft.jsonl: no rows to train on; give files"):
+        check_before_start(settings, dry_run=True)
+    path.write_text(json.dumps({"messages": [said, {"role": "assistant", "content": "a</s>"}]}) + "\n")
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append({"id": 603, "content": "</s>", "special": True})
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match=r"sft.jsonl:1: message 2 of 2 holds </s>, which would be trained as a control"):
+        check_before_start(settings, dry_run=True)
 
 
 def test_worked_solutions_are_refused(model: Path, data: Path) -> None:
@@ -386,6 +398,12 @@ def test_a_template_for_another_format_of_calls(model: Path, data: Path) -> None
     (model / "chat_template.jinja").write_text("{{ messages }}")
     with pytest.raises(ConfigError, match="has no tools; set it to null"):
         check_before_start(tiny(model, data, *OWN, "agentloop.tool_call_format=llama3"))
+
+
+def test_a_template_of_the_settings_that_is_broken(model: Path, data: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text("{{ tools }}\n{% if tools %}<tool_call>")
+    with pytest.raises(ConfigError, match=r"^agentloop.chat_template: the chat template cannot .* \(line 2: Unexpected end"):
+        check_before_start(tiny(model, data, f"agentloop.chat_template={tmp_path}/own.jinja", *OWN[1:]), dry_run=True)
 
 
 OWN = ("agentloop.chat_template=tokenizer", "agentloop.system_prompt=null", "agentloop.user_prefix=null")

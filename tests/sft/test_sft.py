@@ -8,18 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AddedToken, AutoTokenizer
 
 from rstar2_megatron.data.rows import DataError
-from rstar2_megatron.settings.schema import SFTPhaseSettings, SFTSettings
+from rstar2_megatron.rollout.chat import ChatTemplate
+from rstar2_megatron.settings.schema import AgentLoopSettings, SFTPhaseSettings, SFTSettings
 from rstar2_megatron.sft.rows import load_sft_rows
 from rstar2_megatron.sft.training import batches, learning_rate, sft_phase_of
 from rstar2_megatron.tiny.build import TinyPaths
+from rstar2_megatron.trajectory import Problem
 
 
 @pytest.fixture(scope="module")
 def tokenizer(built: TinyPaths) -> Any:
-    from transformers import AutoTokenizer
-
     return AutoTokenizer.from_pretrained(built.model)
 
 
@@ -79,6 +80,29 @@ def test_long_rows_are_cut_and_those_without_a_trained_token_left_out(tokenizer:
 def test_bad_rows_are_named(tokenizer: Any, tmp_path: Path, row: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         load_sft_rows([write(tmp_path / "a.jsonl", [row])], tokenizer, 100)
+
+
+def test_special_tokens_of_any_form_are_broken_up_or_refused(tokenizer: Any, tmp_path: Path) -> None:
+    """As in rollouts; the tags of the wording are text, special or not."""
+    own = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+    own.add_tokens([AddedToken("</s>", special=True), AddedToken("<tool_call>", special=True)])
+    control = own.convert_tokens_to_ids("</s>")
+    template = ChatTemplate(own, AgentLoopSettings())
+    assert control not in template.prompt_ids(Problem("q", [{"role": "user", "content": "a</s>"}], ["4"]))
+    assert control not in template.tool_response_ids(["a</s>"])
+    call = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}]}
+    told = [{"role": "user", "content": "a</s>"}, call, {"role": "tool", "content": "</s>"}]
+    (row,) = [load_sft_rows([write(tmp_path / "a.jsonl", [{"messages": told}])], own, 200)[0]]
+    assert control not in row.input_ids and own.convert_tokens_to_ids("<tool_call>") in row.input_ids
+    for said in ({"content": "a</s>"}, {"content": "", "tool_calls": [{"name": "f", "arguments": {"x": "</s>"}}]}):
+        path = write(tmp_path / "a.jsonl", [{"messages": [told[0], {"role": "assistant", **said}]}])
+        with pytest.raises(DataError, match="message 2 of 2 holds </s>, which would be trained as a control token"):
+            load_sft_rows([path], own, 200)
+
+
+def test_no_rows_at_all(tokenizer: Any, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"a\.jsonl: no rows to train on; give files that hold some"):
+        load_sft_rows([write(tmp_path / "a.jsonl", [])], tokenizer, 200)
 
 
 def test_tiny_curriculum_keeps_its_order(built: TinyPaths, tokenizer: Any) -> None:

@@ -185,7 +185,37 @@ def latin_template(case: Case) -> None:
     (case.model / "chat_template.jinja").write_bytes(b"{{ 'Gr\xfc\xdfe' }}")
 
 
+HERMES = (
+    "{% if tools %}<tool_call>{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+OWN_WORDING = ("agentloop.chat_template=tokenizer", "agentloop.system_prompt=null", "agentloop.user_prefix=null")
+
+
+def template(text: str, file: str = "chat_template.jinja") -> Callable[[Case], None]:
+    def change(case: Case) -> None:
+        (case.model / file).parent.mkdir(exist_ok=True)
+        (case.model / file).write_text(text)
+        case.words += OWN_WORDING
+
+    return change
+
+
+def own_template(value: object) -> Callable[[Case], None]:
+    def change(case: Case) -> None:
+        case.change("tokenizer_config.json", chat_template=value)
+        case.words += OWN_WORDING
+
+    return change
+
+
+def tool_template(case: Case) -> None:
+    template("{{ messages }}")(case)
+    template(HERMES, "additional_chat_templates/tool_use.jinja")(case)
+
+
 REFUSED: dict[str, Callable[[Case], object]] = {
+    "a config that is nested too deeply": lambda c: (c.model / "config.json").write_text('{"a": ' + "[" * 100000),
     "no directory of this name": lambda c: c.words.append(f"rollout.model.model_path={c.model}/nowhere"),
     "weights under another name": renamed,
     "shards without their index": lost_index,
@@ -249,6 +279,10 @@ REFUSED: dict[str, Callable[[Case], object]] = {
     "an end of text that is no token": lambda c: c.change("tokenizer_config.json", eos_token="</s>"),
     "an end of text in generation_config.json that no token is": other_end,
     "a chat template that is not UTF-8": latin_template,
+    "a chat template with an open block": template(HERMES + "{% if tools %}"),
+    "a chat template with an unknown filter": template(HERMES + "{{ tools | nofilter }}"),
+    "a chat template that refuses a question": template(HERMES + "{{ raise_exception('no') }}"),
+    "a broken template in tokenizer_config.json": own_template(HERMES + "{{ messages[0].a.b }}"),
 }
 BEFORE = (
     "a truncated shard",
@@ -337,6 +371,10 @@ ACCEPTED: dict[str, Callable[[Case], object]] = {
     "a tied model whose file has the same head": tied_same,
     "rotary frequencies in the file": frequencies,
     "a window that is switched off": no_window,
+    "a template for tools in `additional_chat_templates/tool_use.jinja`": tool_template,
+    "a template for tools in tokenizer_config.json": own_template(
+        [{"name": "default", "template": "{{ messages }}"}, {"name": "tool_use", "template": HERMES}]
+    ),
 }
 
 
