@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from rstar2_megatron.extension.positional import misfit_of_kind
 from rstar2_megatron.extension.user_code import UserCode, UserCodeError, is_cancelled
 from rstar2_megatron.rollout.dialogue import Dialogue, Left
 from rstar2_megatron.rollout.user_call import TookTooLong, call_user
@@ -185,6 +186,8 @@ def _check_environment(code: UserCode, target: Any, settings: dict[str, Any]) ->
     if not inspect.isclass(target) or missing:
         kind = f"class without {' and '.join(missing)}" if inspect.isclass(target) else type(target).__name__
         raise UserCodeError(f"{code.label} is a {kind}; an environment is a class with reset(problem) and step(text)")
+    if abstract := sorted(getattr(target, "__abstractmethods__", ())):
+        raise UserCodeError(f"{code.label} is an abstract class; write its {', '.join(abstract)}")
     made: Any = target
     _check_call(code, target, (), settings, "agentloop.environment_settings")
     _check_call(code, made.reset, (None, None), {}, "reset(problem)")
@@ -198,6 +201,8 @@ def _check_loop(code: UserCode, target: Any) -> None:
 
 
 def _check_call(code: UserCode, function: Any, arguments: tuple[Any, ...], named: dict[str, Any], what: str) -> None:
+    if fault := misfit_of_kind(function, may_await=True):
+        raise UserCodeError(f"{code.label} cannot be called with {what}: {fault}")
     try:
         inspect.signature(function).bind(*arguments, **named)
     except (TypeError, ValueError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -39,6 +39,7 @@ class Letters:
 
     SPECIAL = ("<|im_start|>", "<|im_end|>")
     SPLIT = re.compile("|".join([*map(re.escape, SPECIAL), "."]), re.DOTALL)
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
 
     def __init__(self) -> None:
         self.names: list[str] = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import pytest
 
 from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt
@@ -152,6 +154,7 @@ def test_decode_drops_the_turn_end_only(template: ChatTemplate, tokenizer) -> No
 def test_tokenizer_without_turn_tokens() -> None:
     class Letters:
         chat_template = None
+        added_tokens_decoder: ClassVar[dict[int, Any]] = {}
 
         def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
             return [ord(c) for c in text]

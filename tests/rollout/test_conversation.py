@@ -30,7 +30,7 @@ from tests.rollout.written import (
 )
 
 USERS = """
-import asyncio, enum, random, time
+import abc, asyncio, enum, functools, random, time
 
 class Game:
     '''Guess the number: higher or lower.'''
@@ -138,6 +138,15 @@ async def setting(problem, dialogue):
     await dialogue.generate()
     dialogue.reward = float("nan")
 def plain(problem, dialogue): ...
+class Abstract(abc.ABC):
+    @abc.abstractmethod
+    def reset(self, problem): ...
+    def step(self, text): ...
+class Wrapped:
+    def reset(self, problem): ...
+    async def slow(self, text): return "", 0.0, True
+    @functools.wraps(slow)
+    def step(self, *arguments): return self.slow(*arguments)
 async def endless(problem, dialogue):
     while True:
         try:
@@ -345,6 +354,8 @@ async def test_wrong_loops_are_told(tokenizer: Any, code: Any, name: str, said: 
     ("settings", "said"),
     [
         ({"environment": "NoStep"}, "a class without step; an environment is a class with reset(problem) and step(text)"),
+        ({"environment": "Abstract"}, "is an abstract class; write its reset"),
+        ({"environment": "Wrapped"}, "cannot be called with step(text): it wraps an async function and is none itself"),
         ({"environment": "checked"}, "is a function; an environment is a class"),
         ({"environment": "Game", "environment_settings": {"level": 3}}, "unexpected keyword argument 'level'"),
         ({"loop": "plain"}, "is no async function"),
