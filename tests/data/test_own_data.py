@@ -9,10 +9,13 @@ import json
 import lzma
 import pickle
 import re
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -101,12 +104,51 @@ def test_verls_columns_without_a_key(tmp_path: Path) -> None:
     )
 
 
-def test_a_ground_truth_of_another_type_is_json(tmp_path: Path) -> None:
-    truths: list[Any] = [{"target": 24, "numbers": [4, 6]}, ["2", "two"], 2, True]
+def test_a_ground_truth_of_objects_is_json(tmp_path: Path) -> None:
+    truths: list[Any] = [{"target": 24, "numbers": [4, 6]}, ["2", "two"], 2, [["2", None]]]
     rows = [{**VERL, "reward_model": {"style": "rule", "ground_truth": truth}} for truth in truths]
     problems = read_problems([write_rows(tmp_path / "a.jsonl", rows)])
-    assert [p.solutions for p in problems] == [['{"target": 24, "numbers": [4, 6]}'], ["2", "two"], ["2"], ["true"]]
+    assert [p.solutions for p in problems] == [['{"target": 24, "numbers": [4, 6]}'], ["2", "two"], ["2"], ['[["2", null]]']]
     assert [p.extra["reward_model"]["ground_truth"] for p in problems] == truths
+
+
+@pytest.mark.parametrize("truth", [Decimal("2.5"), date(2024, 1, 2), b"2", float("nan"), True, ["2", None]], ids=repr)
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_ground_truth_that_is_no_answer_is_refused(tmp_path: Path, truth: Any, nested: bool) -> None:
+    if nested and isinstance(truth, float | bool | list):
+        return  # an object may hold what JSON can
+    row = {**VERL, "reward_model": {"ground_truth": {"a": truth} if nested else truth}}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a.parquet row 1: ('solutions' must be|a column is no JSON)"):
+        read_problems([tmp_path / "a.parquet"])
+
+
+ARRAYS = {
+    "texts": ("1+1?", np.array(["4", "5"], dtype=object)),
+    "messages": (np.array([{"role": "system", "content": "s"}, {"role": "user", "content": "1+1?"}], dtype=object), "2"),
+    "arrays": ("1+1?", "array(['4'], dtype=object)"),
+    "arrays in a list": ("1+1?", [np.array(["4"], dtype=object)]),
+    "a null": ("1+1?", ["4", float("nan")]),
+    "cut off": ("[{'role': 'user', 'content': '1+", "2"),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_what_pandas_makes_of_arrays_in_csv_is_refused(tmp_path: Path, name: str) -> None:
+    prompt, solutions = ARRAYS[name]
+    with (tmp_path / "a.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["prompt", "solutions"], [str(prompt), str(solutions)]])
+    with pytest.raises(DataError, match=r"a.csv row 1: '(prompt|solutions)' is a list that .* parquet or jsonl"):
+        read_problems([tmp_path / "a.csv"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[1, 2)", "[x]", "[1, 2]", "[4 5]", "[{1, 2}, {3}]", "[a', b']", "['a', 'b'] has which permutations?", "[{x}, {y}]", "[]"],
+)
+def test_other_texts_in_brackets_stay_texts(tmp_path: Path, text: str) -> None:
+    (problem,) = read_problems([write_rows(tmp_path / "a.csv", [{"prompt": text, "solutions": text}])])
+    assert (problem.prompt[0]["content"], problem.solutions) == (text, [text])
 
 
 def test_files_of_one_name_in_two_directories(tmp_path: Path) -> None:
