@@ -26,6 +26,7 @@ from rstar2_megatron.evaluation.configure import read_benchmarks
 from rstar2_megatron.extension.user_code import FOLDERS, UserCode
 from rstar2_megatron.settings.load import load
 from rstar2_megatron.settings.schema import DataSettings
+from rstar2_megatron.sft.rows import read_segments
 from rstar2_megatron.trajectory import Problem
 
 ROWS: list[dict[str, Any]] = [{"question": f"How much is {i} and 2?", "answer": str(i + 2), "level": "easy"} for i in range(3)]
@@ -224,6 +225,48 @@ def test_what_no_rows_can_be_read_from_is_named(tmp_path: Path, content: bytes, 
     with pytest.raises(DataError, match=re.escape(what)) as refused:
         read_problems([path], KEYS)
     assert str(path) in str(refused.value)
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_a_column_of_a_name_twice_is_refused(tmp_path: Path, suffix: str) -> None:
+    path, names = tmp_path / f"a{suffix}", ["prompt", "solutions", "solutions"]
+    path.write_text(",".join(names) + "\n1+1?,2,3\n")
+    if suffix == ".parquet":
+        pq.write_table(pa.Table.from_arrays([pa.array([text]) for text in ("1+1?", "2", "3")], names=names), path)
+    with pytest.raises(DataError, match=rf"a{suffix}: several columns are named 'solutions'; rename or remove"):
+        read_problems([path])
+
+
+def test_short_floats_of_parquet_are_what_was_written(tmp_path: Path) -> None:
+    numbers = pa.array([0.1], pa.float32())
+    half = pa.array(np.array([0.1], np.float16))
+    kind = pa.list_(pa.struct({"a": pa.float32(), "b": pa.map_(pa.string(), pa.float32())}))
+    nested = pa.array([[{"a": 0.1, "b": [("k", 0.2)]}, None]], kind)
+    columns = {"prompt": ["1/10?"], "solutions": numbers, "half": half, "nested": nested, "whole": [0.123046875]}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    (problem,) = read_problems([tmp_path / "a.parquet"])
+    assert problem.solutions == ["0.1"]
+    assert problem.extra == {"half": 0.1, "nested": [{"a": 0.1, "b": [["k", 0.2]]}, None], "whole": 0.123046875}
+
+
+@pytest.mark.parametrize("damage", [slice(200, 3000), slice(-100, -8), slice(4, 40)])
+def test_a_damaged_parquet_file_is_named(tmp_path: Path, damage: slice) -> None:
+    path = write_rows(tmp_path / "a.parquet", [{"question": f"{i}?", "answer": str(i)} for i in range(5000)])
+    content = bytearray(path.read_bytes())
+    content[damage] = b"\xff" * len(content[damage])
+    path.write_bytes(content)
+    for read in (lambda: read_problems([path], KEYS), lambda: list(read_segments([path]))):
+        with pytest.raises(DataError, match=r"a.parquet"):
+            read()
+
+
+def test_an_object_over_several_lines_of_jsonl(tmp_path: Path) -> None:
+    for text in (json.dumps(ROWS[0], indent=1), '{"question": [\n"1+1?"]}', '{"question": "1+1?"'):
+        (tmp_path / "a.jsonl").write_text(text)
+        with pytest.raises(
+            DataError, match=r"a.jsonl:1: not JSON \(the line ends before its object\); write one whole JSON ob"
+        ):
+            read_problems([tmp_path / "a.jsonl"], KEYS)
 
 
 def test_an_arrow_file_of_datasets(tmp_path: Path) -> None:
