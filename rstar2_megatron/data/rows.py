@@ -186,13 +186,11 @@ def _json_rows(path: Path) -> Iterator[Row]:
 def _parquet_rows(path: Path, columns: Sequence[str] | None) -> Iterator[Row]:
     with _parquet_file(path) as file:
         _each_once(path, file.schema_arrow.names)
-        # A short float's own type is needed to write it as it was.
-        short = {field.name: field.type for field in file.schema_arrow if re.search(r"\b(half)?float\b", str(field.type))}
+        short = _short_floats(file.schema_arrow)
         wanted = None if columns is None else _named(file.schema_arrow.names, columns)
         batches = file.iter_batches(_BATCH_ROWS, columns=wanted)
         for number, values in enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), 1):
-            exact = {name: _exact(values[name], kind) for name, kind in short.items() if name in values}
-            yield Row(f"{path} row {number}", values | exact)
+            yield Row(f"{path} row {number}", _exact_row(values, short))
 
 
 @contextmanager
@@ -206,6 +204,15 @@ def _parquet_file(path: Path) -> Iterator[Any]:
         yield parquet.ParquetFile(path)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: not a readable parquet file ({error}); copy it again from where it came") from None
+
+
+def _short_floats(schema: Any) -> dict[str, Any]:
+    """Columns with floats of 16 or 32 bits, and their arrow types."""
+    return {field.name: field.type for field in schema if re.search(r"\b(half)?float\b", str(field.type))}
+
+
+def _exact_row(values: dict[str, Any], short: Mapping[str, Any]) -> dict[str, Any]:
+    return values | {name: _exact(values[name], kind) for name, kind in short.items() if name in values}
 
 
 def _exact(value: Any, kind: Any) -> Any:
@@ -256,8 +263,9 @@ def hub_rows(name: HubName, *, columns: Sequence[str] | None = None, skip: int =
             rows = builder.as_streaming_dataset(split=name.split)
         if columns is not None and rows.column_names:
             rows = rows.select_columns(_named(rows.column_names, columns))
+        short = _short_floats(rows.features.arrow_schema if rows.features else ())
         for number, values in enumerate(rows.skip(skip) if skip else rows, skip + 1):
-            yield Row(f"{name} row {number}", values)
+            yield Row(f"{name} row {number}", _exact_row(values, short))
     except (OSError, ValueError, LookupError, RuntimeError, ImportError) as error:  # the hub's errors are of many types
         here = Path(name.repo).is_dir()
         source, remedy = ("by datasets", "") if here else ("from the hub", "; download it and give its files instead")

@@ -237,7 +237,10 @@ def test_a_column_of_a_name_twice_is_refused(tmp_path: Path, suffix: str) -> Non
         read_problems([path])
 
 
-def test_short_floats_of_parquet_are_what_was_written(tmp_path: Path) -> None:
+def test_short_floats_of_parquet_are_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    directory = tmp_path / "set"
+    directory.mkdir()
     numbers = pa.array([0.1], pa.float32())
     half = pa.array(np.array([0.1], np.float16))
     kind = pa.list_(pa.struct({"a": pa.float32(), "b": pa.map_(pa.string(), pa.float32())}))
@@ -247,6 +250,12 @@ def test_short_floats_of_parquet_are_what_was_written(tmp_path: Path) -> None:
     (problem,) = read_problems([tmp_path / "a.parquet"])
     assert problem.solutions == ["0.1"]
     assert problem.extra == {"half": 0.1, "nested": [{"a": 0.1, "b": [["k", 0.2]]}, None], "whole": 0.123046875}
+    kind = pa.list_(pa.struct({"a": pa.float32()}))  # datasets knows no maps
+    columns |= {"nested": pa.array([[{"a": 0.1}, None]], kind)}
+    pq.write_table(pa.table(columns), directory / "train.parquet")
+    (problem,) = read_problems([directory])
+    assert problem.solutions == ["0.1"]
+    assert problem.extra == {"half": 0.1, "nested": [{"a": 0.1}, None], "whole": 0.123046875}
 
 
 @pytest.mark.parametrize("damage", [slice(200, 3000), slice(-100, -8), slice(4, 40)])
