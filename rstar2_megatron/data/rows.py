@@ -203,7 +203,8 @@ def _parquet_file(path: Path) -> Iterator[Any]:
     try:
         yield parquet.ParquetFile(path)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: not a readable parquet file ({error}); copy it again from where it came") from None
+        what = " ".join(str(error).split())
+        raise DataError(f"{path}: not a readable parquet file ({what}); copy it again from where it came") from None
 
 
 def _short_floats(schema: Any) -> dict[str, Any]:

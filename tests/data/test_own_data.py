@@ -265,8 +265,9 @@ def test_a_damaged_parquet_file_is_named(tmp_path: Path, damage: slice) -> None:
     content[damage] = b"\xff" * len(content[damage])
     path.write_bytes(content)
     for read in (lambda: read_problems([path], KEYS), lambda: list(read_segments([path]))):
-        with pytest.raises(DataError, match=r"a.parquet"):
+        with pytest.raises(DataError, match=r"a.parquet: not a readable parquet file \(.*\); copy it again") as refused:
             read()
+        assert "\n" not in str(refused.value)
 
 
 def test_an_object_over_several_lines_of_jsonl(tmp_path: Path) -> None:
