@@ -36,7 +36,12 @@ _WRAPPERS = tuple(
 # A problem must not match this after cleaning: it would ask for another form of answer than the template.
 _CONTRADICTION = re.compile(r"Answer:\s*\$Answer|\(without quotes\)|after [\"']Answer:[\"']", re.IGNORECASE)
 
-_WORDS = re.compile(r"[a-z0-9]+|[\u3400-\u9fff]")
+_MARKS = "".join(c for c in map(chr, range(0x300, 0x10000)) if unicodedata.category(c).startswith("M"))
+_HAN = r"[\u3400-\u9fff]"
+_WORD = rf"{_HAN}|(?:(?!{_HAN})[^\W_]|[{_MARKS}])+"  # marks: of vowels in Hindi and Thai, which re counts to no word
+_WORDS = re.compile(_WORD)
+# A hyphen before a word and the bold of Markdown are dressing.
+_WORDS_AND_OPERATORS = re.compile(_WORD + r"|[+/<>=\u00b1\u00d7\u00f7\u2200-\u22ff]|-(?![^\W\d_]{2})|(?<!\*)\*(?!\*)")
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 _RAISED = re.compile(r"[\u00b2\u00b3\u00b9\u2070-\u209f]+")  # superscripts and subscripts
 # Other ways to write the same character: 1 in full width or in bold, a blank that does not break. Not so 2 in the power,
@@ -70,8 +75,8 @@ def integer_answer(answer: str, max_digits: int) -> str | None:
     while (inner := re.fullmatch(r"\$+(.*?)\$+|\\\((.*)\\\)|\\boxed\s*\{(.*)\}", text, re.DOTALL)) is not None:
         text = next(group for group in inner.groups() if group is not None).strip()
     text = re.sub(r"\\,(?=\d{3}(?!\d))", ",", text.replace("\\!", "").replace("{,}", ",").removesuffix("\\,"))
-    if re.fullmatch(r"[+-]?\d{1,3}(?:, ?\d{3})+(?:\.0*)?", text):
-        text = text.replace(",", "").replace(" ", "")
+    if re.fullmatch(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.0*)?", text):  # not with blanks: 100, 200 is a list
+        text = text.replace(",", "")
     text = re.sub(r"\.0*$", "", text)
     digits = text.lstrip("+-0") or "0"
     if not _INTEGER.fullmatch(text) or len(digits) > max_digits:
@@ -79,10 +84,14 @@ def integer_answer(answer: str, max_digits: int) -> str | None:
     return f"-{digits}" if text.startswith("-") and digits != "0" else digits
 
 
-def words(text: str) -> list[str]:
-    """Lower-case words and numbers, and single Chinese characters; n-grams and duplicates are compared in these."""
+def words(text: str, operators: bool = False) -> list[str]:
+    """Lower-case words and numbers of any script, and single Chinese characters, in which n-grams are compared.
+
+    operators: also + - < and the like, by which two problems of the same words differ.
+    """
     apart = _RAISED.sub(r" \g<0> ", text)  # as LaTeX's 2^7 are two numbers
-    return _WORDS.findall(unicodedata.normalize("NFKC", apart).lower())
+    same = unicodedata.normalize("NFKC", apart).lower().replace("\u2212", "-")
+    return (_WORDS_AND_OPERATORS if operators else _WORDS).findall(same)
 
 
 def fingerprint(text_words: list[str]) -> str:

@@ -124,8 +124,9 @@ def read_call(raw: Any) -> Call:
 def read_tools(value: Any) -> list[dict[str, Any]]:
     """The schemas of a row, which may be JSON in a text. Raises ValueError."""
     tools = _from_text(value) or []
-    if not isinstance(tools, list) or not all("name" in described(tool) for tool in tools):
-        raise ValueError('has tools that are no list of {"type": "function", "function": {"name": ..., ...}}')
+    functions = list(map(described, tools)) if isinstance(tools, list) else [{}]
+    if not all("name" in function and isinstance(function.get("parameters") or {}, dict) for function in functions):
+        raise ValueError('has tools that are no list of {"type": "function", "function": {"name": ..., "parameters": {...}}}')
     return tools
 
 

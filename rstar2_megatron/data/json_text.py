@@ -31,6 +31,8 @@ def json_fault(error: ValueError | RecursionError, start: int = 0, unit: str = "
         return "it is nested too deeply", "nest it less"
     if not isinstance(error, json.JSONDecodeError):
         return "a number has too many digits", "write it as a string"
+    if unit == "column" and error.doc.lstrip().startswith("{") and not error.doc[error.pos :].strip():
+        return "the line ends before its object", "write one whole JSON object a line"
     place = f"{unit} {error.colno if unit == 'column' else error.pos - start}"
     if error.msg.startswith("Invalid control character"):
         raw = error.doc[error.pos]

@@ -9,6 +9,7 @@ Every column that is none of these is in `Problem.extra`.
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import json
 import re
@@ -27,7 +28,9 @@ from rstar2_megatron.settings.schema import DataSettings
 from rstar2_megatron.trajectory import Problem
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")  # all but tab and line ends
-_LIST = re.compile(r"\s*\[\s*[\"'{]")
+# A text that was a list of texts or messages: it begins and ends so, or is of messages and was cut off.
+_LIST = re.compile(r"\[\s*\{?\s*[\"'].*\]|\[?\s*array\(\s*\[.*\)\s*\]?|\[\s*\{\s*[\"'](?:role|content)[\"']\s*:.*", re.DOTALL)
+_STRING = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"", re.DOTALL)
 _IN_ANSWER = re.compile(_CONTROL.pattern + r"|\t|\r(?!\n)")  # JSON's reading of \text and \rho
 # Names that published sets use, the likeliest first; short answers before worked solutions.
 _PROMPTS = ("prompt", "question", "problem", "query", "instruction", "input")
@@ -147,14 +150,15 @@ def row_of(problem: Problem, columns: Columns) -> dict[str, Any]:
 
 
 def _with_answer(row: dict[str, Any], columns: Columns) -> dict[str, Any]:
-    """A row of verl's form with its answer under the answer's key. A truth that is no text or number becomes JSON."""
+    """A row of verl's form with its answer under the answer's key. An object, or a list that holds one or a list, is JSON."""
     rule = row.get("reward_model")
     truth = rule.get("ground_truth") if isinstance(rule, dict) else None
     if columns.answer in row or truth is None:
         return row
     answers = truth if isinstance(truth, list) else [truth]
-    if not all(isinstance(answer, str) or exact_number(answer) for answer in answers):
-        answers = [json.dumps(truth, ensure_ascii=False)]
+    if any(isinstance(answer, dict | list) for answer in answers):
+        with contextlib.suppress(TypeError, ValueError):  # what is no JSON is refused with the row's other columns
+            answers = [json.dumps(truth, ensure_ascii=False)]
     return {**row, columns.answer: answers, "task": row.get("task") or row.get("data_source")}
 
 
@@ -177,7 +181,7 @@ def problem_of(row: dict[str, Any], where: str, prompt_key: str, answer_key: str
     """A row as training reads it. Raises DataError that begins with `where`."""
     known = {prompt_key, answer_key, "query_id", "task"}
     given = {key: value for key, value in row.items() if value is not None}
-    answers = _listed(row[answer_key])
+    answers = _listed(row[answer_key], where, answer_key)
     solutions = answers if isinstance(answers, list) else [answers]
     extra = {key: value for key, value in row.items() if key not in known}
     try:
@@ -188,25 +192,35 @@ def problem_of(row: dict[str, Any], where: str, prompt_key: str, answer_key: str
         raise DataError(f"{where}: the row has {fault}")
     return Problem(
         query_id=_text(given.get("query_id", default_id), where, "query_id"),
-        prompt=_messages(_listed(row[prompt_key]), where, prompt_key),
+        prompt=_messages(_listed(row[prompt_key], where, prompt_key), where, prompt_key),
         solutions=[_text(answer, where, answer_key, "a non-empty list of answers, ") for answer in solutions or [[]]],
         task=_text(given.get("task", "math"), where, "task"),
         extra=json.loads(text),  # as a file would have it, without classes of the user's
     )
 
 
-def _listed(value: Any) -> Any:
+def _listed(value: Any, where: str, key: str) -> Any:
     """The list of texts or messages that a text holds, as tables write it: '["4"]' in JSON, "['4']" in Python."""
-    if not isinstance(value, str) or not _LIST.match(value):
+    if not isinstance(value, str) or not _LIST.fullmatch(value.strip()):
         return value
-    for parse in (json.loads, ast.literal_eval):
+    for parse in (json.loads, _literal):
         try:
             found = parse(value.strip())
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
         listed = isinstance(found, list) and any(all(isinstance(part, kind) for part in found) for kind in (str, dict))
         return found if listed else value
-    return value
+    raise DataError(
+        f"{where}: {key!r} is a list that became text and cannot be read again exactly, got {value[:80]!r}; write the list "
+        "itself, as parquet or jsonl"
+    )
+
+
+def _literal(text: str) -> Any:
+    """What Python reads, but for strings with only blanks between them: it joins them, and numpy writes arrays so."""
+    if re.search(r"''\s*''", _STRING.sub("''", text)):
+        raise ValueError("strings without a comma")
+    return ast.literal_eval(text)
 
 
 def _text(value: Any, where: str, key: str, expected: str = "") -> str:
@@ -233,6 +247,11 @@ def _messages(prompt: Any, where: str, key: str) -> list[dict[str, str]]:
         except ValueError as error:
             raise DataError(f"{where}: message {number} of {key!r} {error}") from None
         messages.append({"role": role, "content": _readable(str.__str__(text), where, key)})
+    if messages[-1]["role"] == "assistant":
+        raise DataError(
+            f"{where}: {key!r} ends with a message of the assistant, so the model would read an answer before its own; name "
+            "the column with the problem alone by data.prompt_key, or map it by data.rows"
+        )
     said = [message["content"] for message in messages if message["role"] == "user"]
     if not said:
         raise DataError(f"{where}: {key!r} has no user message")

@@ -10,7 +10,9 @@ import csv
 import glob
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -150,6 +152,7 @@ def _table_rows(path: Path) -> Iterator[Row]:
     delimiter = max(",;\t", key=names.count)
     lines = csv.DictReader(chain([names], text), strict=True, delimiter=delimiter, skipinitialspace=True)
     try:
+        _each_once(path, lines.fieldnames or [])
         for number, values in enumerate(lines, 1):
             if None in values or None in values.values():
                 raise DataError(f"{path} row {number}: {len(lines.fieldnames or [])} columns are named, the row has others")
@@ -181,18 +184,58 @@ def _json_rows(path: Path) -> Iterator[Row]:
 
 
 def _parquet_rows(path: Path, columns: Sequence[str] | None) -> Iterator[Row]:
+    with _parquet_file(path) as file:
+        _each_once(path, file.schema_arrow.names)
+        short = _short_floats(file.schema_arrow)
+        wanted = None if columns is None else _named(file.schema_arrow.names, columns)
+        batches = file.iter_batches(_BATCH_ROWS, columns=wanted)
+        for number, values in enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), 1):
+            yield Row(f"{path} row {number}", _exact_row(values, short))
+
+
+@contextmanager
+def _parquet_file(path: Path) -> Iterator[Any]:
+    """The open file. Errors of its reader, which do not name it, become DataError."""
     # Here: pyarrow and datasets take seconds, which jsonl files do not need.
     import pyarrow
     import pyarrow.parquet as parquet
 
     try:
-        file = parquet.ParquetFile(path)
-        wanted = None if columns is None else _named(file.schema_arrow.names, columns)
-        batches = file.iter_batches(_BATCH_ROWS, columns=wanted)
-        for number, values in enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), 1):
-            yield Row(f"{path} row {number}", values)
-    except (pyarrow.ArrowInvalid, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: not a readable parquet file ({error})") from None
+        yield parquet.ParquetFile(path)
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        what = " ".join(str(error).split())
+        raise DataError(f"{path}: not a readable parquet file ({what}); copy it again from where it came") from None
+
+
+def _short_floats(schema: Any) -> dict[str, Any]:
+    """Columns with floats of 16 or 32 bits, and their arrow types."""
+    return {field.name: field.type for field in schema if re.search(r"\b(half)?float\b", str(field.type))}
+
+
+def _exact_row(values: dict[str, Any], short: Mapping[str, Any]) -> dict[str, Any]:
+    return values | {name: _exact(values[name], kind) for name, kind in short.items() if name in values}
+
+
+def _exact(value: Any, kind: Any) -> Any:
+    """A value of this arrow type whose floats of 16 and 32 bits are as they were written: 0.1, not 0.10000000149011612."""
+    import numpy  # here, as pyarrow above
+
+    inner = [kind.field(i).type for i in range(kind.num_fields)]
+    match value:
+        case float() if size := {"halffloat": numpy.float16, "float": numpy.float32}.get(str(kind)):
+            return float(str(size(value)))
+        case dict():
+            return {key: _exact(part, of) for (key, part), of in zip(value.items(), inner)}
+        case tuple():  # of a map
+            return tuple(map(_exact, value, inner))
+        case list():
+            return [_exact(part, inner[0]) for part in value]
+    return value
+
+
+def _each_once(path: Path, names: Sequence[str]) -> None:
+    if twice := [name for name, times in Counter(names).items() if times > 1]:
+        raise DataError(f"{path}: several columns are named {', '.join(map(repr, twice))}; rename or remove one")
 
 
 def _row(where: str, values: Any) -> Row:
@@ -221,8 +264,9 @@ def hub_rows(name: HubName, *, columns: Sequence[str] | None = None, skip: int =
             rows = builder.as_streaming_dataset(split=name.split)
         if columns is not None and rows.column_names:
             rows = rows.select_columns(_named(rows.column_names, columns))
+        short = _short_floats(rows.features.arrow_schema if rows.features else ())
         for number, values in enumerate(rows.skip(skip) if skip else rows, skip + 1):
-            yield Row(f"{name} row {number}", values)
+            yield Row(f"{name} row {number}", _exact_row(values, short))
     except (OSError, ValueError, LookupError, RuntimeError, ImportError) as error:  # the hub's errors are of many types
         here = Path(name.repo).is_dir()
         source, remedy = ("by datasets", "") if here else ("from the hub", "; download it and give its files instead")

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rstar2_megatron.data.conversation import call_fault, read_message, read_tools, rendered_tools
+from rstar2_megatron.data.conversation import call_fault, read_message, read_tools, rendered_tools, role_and_text
 from rstar2_megatron.data.rows import HubName, Row, Source, Unusable
 from rstar2_megatron.data.tool_text import json_call, json_values, python_calls, tool_schema
 from rstar2_megatron.tools import STANDARD_IO, TOOL_SCHEMAS
@@ -71,9 +71,16 @@ def check_conversation(messages: list[Message], tools: list[dict[str, Any]]) -> 
 
 
 def _message(role: str, content: Any) -> Message:
-    if not isinstance(content, str):
-        content = "" if content is None else json.dumps(content, ensure_ascii=False)
-    return {"role": role, "content": content.strip()}
+    return _plain({"role": role, "content": content})
+
+
+def _plain(message: Any) -> Message:
+    """A message that is its text alone. Raises Unusable for one that says something else."""
+    try:
+        role, text = role_and_text(message)
+    except ValueError as error:
+        raise Unusable(f"not read in training: {error}") from error
+    return {"role": role, "content": text.strip()}
 
 
 def _read_toolace(values: Mapping[str, Any]) -> tuple[list[Message], list[dict[str, Any]]]:
@@ -150,7 +157,7 @@ def _read_magicoder(values: Mapping[str, Any]) -> tuple[list[Message], list[dict
 
 
 def _read_messages(values: Mapping[str, Any]) -> tuple[list[Message], list[dict[str, Any]]]:
-    return [_message(m["role"], m["content"]) for m in values["messages"]], []
+    return [_plain(message) for message in values["messages"]], []
 
 
 def _read_nemotron(values: Mapping[str, Any]) -> tuple[list[Message], list[dict[str, Any]]]:
@@ -159,7 +166,7 @@ def _read_nemotron(values: Mapping[str, Any]) -> tuple[list[Message], list[dict[
         raise Unusable("a reasoning answer")
     given = values["input"]
     turns = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    messages = [_message(m["role"], m["content"]) for m in turns]
+    messages = [_plain(turn) for turn in turns]
     output = re.sub(r"\A\s*<think>.*?</think>\s*", "", values["output"], flags=re.DOTALL)
     if "<think>" in output:
         raise Unusable("a reasoning answer")

@@ -95,7 +95,9 @@ def json_call(text: str) -> Call:
         if match is None:
             raise ValueError(f"not a call: {text[:60]!r}") from None
         call = {"name": json.loads(match.group(1)), "arguments": match.group(2).replace("\\'", "'")}
-    read = read_call({"arguments": call.get("parameters", {}), **call} if isinstance(call, dict) else call)
+    if isinstance(call, dict):  # arguments under a third name are not none
+        call = {"arguments": call.get("parameters", None if call.keys() - {"name"} else {}), **call}
+    read = read_call(call)
     return {"name": read.name, "arguments": read.arguments}
 
 

@@ -81,7 +81,7 @@ class Cleaner:
         integer = integer_answer(answer, self.options.max_answer_digits)
         if integer is None:
             raise Unusable("answer is no integer")
-        key = fingerprint(tokens)
+        key = fingerprint(words(text, operators=True))
         if key in self.answers:
             if self.answers[key] != integer:
                 self.conflicting[key] = None

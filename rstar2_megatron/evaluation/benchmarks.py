@@ -80,7 +80,7 @@ def convert(name: str, rows: Iterable[Mapping[str, Any]], seed: int = 0, source:
         row = with_names(dict(given), (*benchmark.columns, benchmark.key_column))
         missing = [column for column in benchmark.columns if not _says_something(row.get(column))]
         if missing:
-            raise DataError(f"{where} lacks {missing}; its columns are {sorted(given)}")
+            raise DataError(f"{where} has no text or number in {missing}; its columns are {sorted(given)}")
         key = row.get(benchmark.key_column)
         query_id = f"{name}-{number - 1 if key is None else key}"
         if query_id in seen:

@@ -71,6 +71,9 @@ def test_a_wrapper_that_is_not_understood_is_seen() -> None:
         ("3.", "3"),
         ("3.5", None),
         ("1,23", None),
+        ("100, 200, 300", None),
+        ("1, 200", None),
+        ("1{,} 234", None),
         ("\\frac{1}{2}", None),
         ("x", None),
         ("", None),
@@ -111,6 +114,30 @@ def test_duplicates_differ_only_in_dressing() -> None:
     assert words("若$a=2$求a") == ["若", "a", "2", "求", "a"]
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("Compute $7-3$.", "Compute $7+3$."),
+        ("Solve $x<1$.", "Solve $x>1$."),
+        ("Solve $x \u2264 1$.", "Solve $x \u2265 1$."),
+        ("Find $-x$.", "Find $x$."),
+        ("Find $\u03b1$.", "Find $\u03b2$."),
+        ("Сумма чисел 3 и 5?", "Разность чисел 3 и 5?"),
+        ("3과 5의 합은?", "3과 5의 차는?"),
+        ("ปี 3", "ปู 3"),  # only the mark of a vowel is another
+        ("Докажите", "Найдите"),
+    ],
+)
+def test_problems_of_any_script_that_differ_are_no_duplicates(one: str, other: str) -> None:
+    assert fingerprint(words(one, operators=True)) != fingerprint(words(other, operators=True))
+    assert words(one) and words(other)
+
+
+def test_hyphens_and_bold_are_dressing() -> None:
+    one, other = "**Find** the non-negative $x - 1$.", "Find the non negative $x\u22121$"
+    assert words(one, operators=True) == words(other, operators=True) == [*words(one)[:5], "-", "1"]
+
+
 HELD_OUT = "A bag holds seven red marbles and nine blue ones; two are drawn without looking."
 
 
@@ -121,6 +148,11 @@ def test_eight_words_in_common_are_found_and_seven_are_not() -> None:
     )
     assert index.match(words("A bag holds seven red marbles and eight white ones.")) is None
     assert index.match(words("Something else entirely, of more than eight words, is asked here.")) is None
+
+
+def test_words_of_any_script_are_held_out() -> None:
+    held_out = "Сколько существует натуральных чисел, меньших ста, которые делятся на семь"
+    assert NGramIndex([held_out]).match(words(f"Задача. {held_out}?")) is not None
 
 
 def test_short_problems_match_only_themselves() -> None:

@@ -9,10 +9,13 @@ import json
 import lzma
 import pickle
 import re
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -23,6 +26,7 @@ from rstar2_megatron.evaluation.configure import read_benchmarks
 from rstar2_megatron.extension.user_code import FOLDERS, UserCode
 from rstar2_megatron.settings.load import load
 from rstar2_megatron.settings.schema import DataSettings
+from rstar2_megatron.sft.rows import read_segments
 from rstar2_megatron.trajectory import Problem
 
 ROWS: list[dict[str, Any]] = [{"question": f"How much is {i} and 2?", "answer": str(i + 2), "level": "easy"} for i in range(3)]
@@ -101,12 +105,51 @@ def test_verls_columns_without_a_key(tmp_path: Path) -> None:
     )
 
 
-def test_a_ground_truth_of_another_type_is_json(tmp_path: Path) -> None:
-    truths: list[Any] = [{"target": 24, "numbers": [4, 6]}, ["2", "two"], 2, True]
+def test_a_ground_truth_of_objects_is_json(tmp_path: Path) -> None:
+    truths: list[Any] = [{"target": 24, "numbers": [4, 6]}, ["2", "two"], 2, [["2", None]]]
     rows = [{**VERL, "reward_model": {"style": "rule", "ground_truth": truth}} for truth in truths]
     problems = read_problems([write_rows(tmp_path / "a.jsonl", rows)])
-    assert [p.solutions for p in problems] == [['{"target": 24, "numbers": [4, 6]}'], ["2", "two"], ["2"], ["true"]]
+    assert [p.solutions for p in problems] == [['{"target": 24, "numbers": [4, 6]}'], ["2", "two"], ["2"], ['[["2", null]]']]
     assert [p.extra["reward_model"]["ground_truth"] for p in problems] == truths
+
+
+@pytest.mark.parametrize("truth", [Decimal("2.5"), date(2024, 1, 2), b"2", float("nan"), True, ["2", None]], ids=repr)
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_ground_truth_that_is_no_answer_is_refused(tmp_path: Path, truth: Any, nested: bool) -> None:
+    if nested and isinstance(truth, float | bool | list):
+        return  # an object may hold what JSON can
+    row = {**VERL, "reward_model": {"ground_truth": {"a": truth} if nested else truth}}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a.parquet row 1: ('solutions' must be|a column is no JSON)"):
+        read_problems([tmp_path / "a.parquet"])
+
+
+ARRAYS = {
+    "texts": ("1+1?", np.array(["4", "5"], dtype=object)),
+    "messages": (np.array([{"role": "system", "content": "s"}, {"role": "user", "content": "1+1?"}], dtype=object), "2"),
+    "arrays": ("1+1?", "array(['4'], dtype=object)"),
+    "arrays in a list": ("1+1?", [np.array(["4"], dtype=object)]),
+    "a null": ("1+1?", ["4", float("nan")]),
+    "cut off": ("[{'role': 'user', 'content': '1+", "2"),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_what_pandas_makes_of_arrays_in_csv_is_refused(tmp_path: Path, name: str) -> None:
+    prompt, solutions = ARRAYS[name]
+    with (tmp_path / "a.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["prompt", "solutions"], [str(prompt), str(solutions)]])
+    with pytest.raises(DataError, match=r"a.csv row 1: '(prompt|solutions)' is a list that .* parquet or jsonl"):
+        read_problems([tmp_path / "a.csv"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[1, 2)", "[x]", "[1, 2]", "[4 5]", "[{1, 2}, {3}]", "[a', b']", "['a', 'b'] has which permutations?", "[{x}, {y}]", "[]"],
+)
+def test_other_texts_in_brackets_stay_texts(tmp_path: Path, text: str) -> None:
+    (problem,) = read_problems([write_rows(tmp_path / "a.csv", [{"prompt": text, "solutions": text}])])
+    assert (problem.prompt[0]["content"], problem.solutions) == (text, [text])
 
 
 def test_files_of_one_name_in_two_directories(tmp_path: Path) -> None:
@@ -182,6 +225,58 @@ def test_what_no_rows_can_be_read_from_is_named(tmp_path: Path, content: bytes, 
     with pytest.raises(DataError, match=re.escape(what)) as refused:
         read_problems([path], KEYS)
     assert str(path) in str(refused.value)
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_a_column_of_a_name_twice_is_refused(tmp_path: Path, suffix: str) -> None:
+    path, names = tmp_path / f"a{suffix}", ["prompt", "solutions", "solutions"]
+    path.write_text(",".join(names) + "\n1+1?,2,3\n")
+    if suffix == ".parquet":
+        pq.write_table(pa.Table.from_arrays([pa.array([text]) for text in ("1+1?", "2", "3")], names=names), path)
+    with pytest.raises(DataError, match=rf"a{suffix}: several columns are named 'solutions'; rename or remove"):
+        read_problems([path])
+
+
+def test_short_floats_of_parquet_are_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    directory = tmp_path / "set"
+    directory.mkdir()
+    numbers = pa.array([0.1], pa.float32())
+    half = pa.array(np.array([0.1], np.float16))
+    kind = pa.list_(pa.struct({"a": pa.float32(), "b": pa.map_(pa.string(), pa.float32())}))
+    nested = pa.array([[{"a": 0.1, "b": [("k", 0.2)]}, None]], kind)
+    columns = {"prompt": ["1/10?"], "solutions": numbers, "half": half, "nested": nested, "whole": [0.123046875]}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    (problem,) = read_problems([tmp_path / "a.parquet"])
+    assert problem.solutions == ["0.1"]
+    assert problem.extra == {"half": 0.1, "nested": [{"a": 0.1, "b": [["k", 0.2]]}, None], "whole": 0.123046875}
+    kind = pa.list_(pa.struct({"a": pa.float32()}))  # datasets knows no maps
+    columns |= {"nested": pa.array([[{"a": 0.1}, None]], kind)}
+    pq.write_table(pa.table(columns), directory / "train.parquet")
+    (problem,) = read_problems([directory])
+    assert problem.solutions == ["0.1"]
+    assert problem.extra == {"half": 0.1, "nested": [{"a": 0.1}, None], "whole": 0.123046875}
+
+
+@pytest.mark.parametrize("damage", [slice(200, 3000), slice(-100, -8), slice(4, 40)])
+def test_a_damaged_parquet_file_is_named(tmp_path: Path, damage: slice) -> None:
+    path = write_rows(tmp_path / "a.parquet", [{"question": f"{i}?", "answer": str(i)} for i in range(5000)])
+    content = bytearray(path.read_bytes())
+    content[damage] = b"\xff" * len(content[damage])
+    path.write_bytes(content)
+    for read in (lambda: read_problems([path], KEYS), lambda: list(read_segments([path]))):
+        with pytest.raises(DataError, match=r"a.parquet: not a readable parquet file \(.*\); copy it again") as refused:
+            read()
+        assert "\n" not in str(refused.value)
+
+
+def test_an_object_over_several_lines_of_jsonl(tmp_path: Path) -> None:
+    for text in (json.dumps(ROWS[0], indent=1), '{"question": [\n"1+1?"]}', '{"question": "1+1?"'):
+        (tmp_path / "a.jsonl").write_text(text)
+        with pytest.raises(
+            DataError, match=r"a.jsonl:1: not JSON \(the line ends before its object\); write one whole JSON ob"
+        ):
+            read_problems([tmp_path / "a.jsonl"], KEYS)
 
 
 def test_an_arrow_file_of_datasets(tmp_path: Path) -> None:

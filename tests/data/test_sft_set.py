@@ -163,6 +163,21 @@ def test_what_is_no_call_is_not_guessed(text: str) -> None:
         python_calls(text)
 
 
+def test_a_call_of_the_name_alone_has_no_arguments() -> None:
+    assert json_call('{"name": "f"}') == {"name": "f", "arguments": {}}
+    assert json_call('{"name": "f", "parameters": {"a": 1}}') == {"name": "f", "arguments": {"a": 1}}
+    with pytest.raises(ValueError, match="arguments are of type null"):
+        json_call('{"name": "f", "args": {"a": 1}}')
+
+
+def test_content_in_parts_is_its_text() -> None:
+    parts = [{"type": "text", "text": "Write "}, {"type": "text", "text": "2."}]
+    conversation = parse("tulu3", {"messages": [{"role": "user", "content": parts}, tulu()["messages"][1]]})
+    assert conversation["messages"][0]["content"] == "Write 2."
+    conversation = parse("nemotron", {**nemotron(), "input": [{"role": "user", "content": parts}]})
+    assert conversation["messages"][0]["content"] == "Write 2."
+
+
 @pytest.mark.parametrize(
     "text", ["", "{}", '{"name": 1, "arguments": {}}', '{"name": "f", "arguments": [1]}', '{"name": "f", "arguments": \'{x}\'}']
 )
@@ -189,7 +204,14 @@ def test_json_that_is_no_call(text: str) -> None:
             "not read in training: holds <.im_end.>",
         ),
         ("toolace", {"system": "x", "conversations": [{"role": "user"}]}, "not as toolace writes its rows"),
-        ("tulu3", {"messages": [{"role": "user"}]}, "not as tulu3"),
+        ("tulu3", {"messages": [{"role": "user"}]}, "not read in training: has no content"),
+        (
+            "tulu3",
+            {"messages": [tulu()["messages"][0], {"role": "assistant", "content": "a", "tool_calls": [{"name": "f"}]}]},
+            "not read in training: has the key 'tool_calls'",
+        ),
+        ("tulu3", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "not read in training: has content of"),
+        ("apigen-mt", {**apigen(), "tools": '[{"name": "refund", "parameters": "{}"}]'}, "not read in training: has tools"),
         (
             "tulu3",
             {"messages": [{"role": "user", "content": "a\0"}, tulu()["messages"][1]]},

@@ -99,7 +99,7 @@ def test_an_answer_of_zero_is_an_answer() -> None:
 
 
 def test_another_shape_is_an_error_that_shows_it(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"lacks \['problem', 'answer'\]; its columns are \['question'\]"):
+    with pytest.raises(DataError, match=r"has no text or number in \['problem', 'answer'\]; its columns are \['question'\]"):
         convert("aime24", [{"question": "?"}])
     with pytest.raises(DataError, match="repeats aime24-60"):
         convert("aime24", SHAPES["aime24"] * 2)
@@ -113,15 +113,15 @@ def test_a_local_file_is_named_by_its_own_name_and_rows_count_from_1(tmp_path: P
     copy = tmp_path / "mine.jsonl"
     good = {"Problem": "One?", "ANSWER": 1, "Problem_Idx": 1}
     for odd, said in (
-        ({"problem": "Two?", "answer": None}, r"lacks \['answer'\]; its columns are"),
-        ({"problem": "Two?", "answer": True}, r"lacks \['answer'\]"),
-        ({"problem": "Two?", "answer": [2]}, r"lacks \['answer'\]"),
+        ({"problem": "Two?", "answer": None}, r"has no text or number in \['answer'\]; its columns are"),
+        ({"problem": "Two?", "answer": True}, r"has no text or number in \['answer'\]"),
+        ({"problem": "Two?", "answer": [2]}, r"has no text or number in \['answer'\]"),
         ({"problem": "Two\0?", "answer": 2, "problem_idx": 2}, r"'prompt' has the control character U\+0000"),
     ):
         with pytest.raises(DataError, match=rf"aime25: row 2 of {copy}:? {said}"):
             convert("aime25", [good, odd], source=copy)
     copy.write_text("\n".join(json.dumps({**good, "Problem": text}) for text in ("One?", " ")))
-    with pytest.raises(DataError, match=f"aime25: row 2 of {copy} lacks"):
+    with pytest.raises(DataError, match=f"aime25: row 2 of {copy} has no text or number in"):
         load("aime25", copy)
     (row,) = convert("aime25", [good])
     assert (row["prompt"], row["solutions"], row["query_id"]) == ("One?", ["1"], "aime25-1")
