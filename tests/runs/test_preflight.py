@@ -59,6 +59,7 @@ def test_an_allocator_that_moves_memory_is_refused(model: Path, data: Path, monk
 RULES = """
 def advantage(rewards, valid): return rewards
 def keep(problem, trajectory): return True
+def right(rewards, valid): return True
 def of_the_batch(tokens): return -tokens.advantages * tokens.ratio / tokens.ratio.mean()
 """
 
@@ -67,7 +68,8 @@ def of_the_batch(tokens): return -tokens.advantages * tokens.ratio / tokens.rati
     ("words", "message"),
     [
         (["adv_type=advantages"], r"own.py has no 'advantages'; did you mean advantage\?"),
-        (["adv_type=keep"], r"algorithm.adv_type=own.py:keep returned a bool; return a tensor \[groups, G\]"),
+        (["adv_type=right"], r"algorithm.adv_type=own.py:right returned a bool; return a tensor \[groups, G\]"),
+        (["adv_type=keep"], r"own.py:keep takes \(problem, trajectory\), .*; write def keep\(rewards, valid\)"),
         (
             ["policy_loss=of_the_batch"],
             r"policy_loss=own.py:of_the_batch: the loss of a token .* depend on its own sequence only",

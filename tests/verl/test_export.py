@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jinja2
 import pyarrow.parquet as pq
@@ -37,6 +37,9 @@ def settings(tmp_path: Path) -> Settings:
 
 class OneToken:
     """The rendered text does not depend on the tokenizer."""
+
+    added_tokens_decoder: ClassVar[dict[int, Any]] = {}
+    chat_template = None
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return [0]
