@@ -233,7 +233,7 @@ def _is_problem(annotation: Any) -> bool:
 def _listed(value: Any) -> Any:
     """The Python value of a scalar or an array of numpy or torch."""
     if not callable(getattr(value, "tolist", None)):
-        raise TypeError("nor numpy's or torch's")
+        raise TypeError("nor a value of numpy or torch")
     return value.tolist()
 
 
