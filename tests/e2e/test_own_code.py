@@ -78,7 +78,7 @@ def test_own_rewards_train_and_their_code_is_kept(own: OwnRun) -> None:
     assert f"{EXAMPLES}/rewards.py:compute_score  (sha256 " in own.text
     for row in read_jsonl(own.directory / "metrics.jsonl"):
         assert row["rollout/reward/correct"] == pytest.approx(row["rollout/pass_rate"])
-        assert 0 <= row["rollout/reward/tool_use"] <= 1 and row["rollout/reward/answer_chars"] > 0
+        assert 0 <= row["rollout/reward/tool_use"] <= 1 and row["rollout/reward/correct/answer_chars"] > 0
         assert "rollout/user_code_errors/KeyError" not in row
     trajectories = read_jsonl(own.directory / "trajectories.jsonl")
     assert {t["reward"] for t in trajectories} <= {0.0, 0.2, 1.0, 1.2}
