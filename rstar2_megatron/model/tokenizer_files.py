@@ -16,6 +16,8 @@ OWN_TEMPLATE = "tokenizer"
 _FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")  # the last is no JSON: transformers reads it
 _SMALLEST_SHARE = 0.5  # of the embedding that a tokenizer of the same model names; the rest of an embedding is padding
 _TURN_TOKENS = {"<|im_start|>", "<|im_end|>"}
+DATE = "26 Jul 2024"
+"""For templates that write today's date, as Llama 3's: with its default a prompt is the same every day."""
 _NO_TOKENS = {"bos_token": "", "eos_token": "", "pad_token": "", "unk_token": ""}
 _ASKED = {"role": "user", "content": "1+1?"}
 _ANSWERED = [_ASKED, {"role": "assistant", "content": "2"}, _ASKED]
@@ -171,7 +173,7 @@ def _rendering_fault(template: str, tokens: dict[str, Any], *, whole: bool, chat
             tools=[_TOOL] if whole else None,
             chat_template=template,
             add_generation_prompt=True,
-            date_string="26 Jul 2024",
+            date_string=DATE,
             **known,
         )
     except Exception as error:  # a template is a program, which can raise any error
@@ -180,8 +182,8 @@ def _rendering_fault(template: str, tokens: dict[str, Any], *, whole: bool, chat
     return ""
 
 
-def special_tokens(directory: Path) -> list[str]:
-    """Those that a tokenizer.json declares; none where it cannot be read."""
+def declared_special_tokens(directory: Path) -> list[str]:
+    """As `rollout.chat.special_tokens`, by the tokenizer.json of a directory; none where it cannot be read."""
     try:
         added = read_object(directory / "tokenizer.json").get("added_tokens")
         return [token["content"] for token in added or [] if token.get("special")]

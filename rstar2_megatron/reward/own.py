@@ -78,10 +78,14 @@ class OwnReward:
         The grade is of plain types alone, because other processes have no classes of the user's.
         """
         if isinstance(returned, Grade):
-            answer = None if returned.answer is None else _text(returned.answer, "answer")
-            others = {str(name): _number(value, str(name)) for name, value in returned.others.items()}
-            told = (_text(getattr(returned, name), name) for name in ("failure", "kind"))
-            return Grade(_number(returned.reward, "reward"), _text(returned.detail, "detail"), answer, others, *told)
+            return Grade(
+                reward=_number(returned.reward, "reward"),
+                detail=_text(returned.detail, "detail"),
+                answer=None if returned.answer is None else _text(returned.answer, "answer"),
+                others={str(name): _number(value, str(name)) for name, value in returned.others.items()},
+                failure=_text(returned.failure, "failure"),
+                kind=_text(returned.kind, "kind"),
+            )
         if isinstance(returned, Mapping):
             if "score" not in returned:
                 raise ValueError(f"returned a dict without 'score'; it has {', '.join(map(str, returned)) or 'nothing'}")

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from rstar2_megatron.data.conversation import CONTROL_TOKEN
-from rstar2_megatron.model.tokenizer_files import OWN_TEMPLATE, format_of, own_template, template_fault
+from rstar2_megatron.model.tokenizer_files import DATE, OWN_TEMPLATE, format_of, own_template, template_fault
 from rstar2_megatron.rollout.call_format import PARSERS
 from rstar2_megatron.rollout.tool_call import ParsedCall
 from rstar2_megatron.rollout.tool_set import tools_of
@@ -76,7 +76,6 @@ _CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-_DATE = "26 Jul 2024"  # Llama 3's templates write today's date; with its default a prompt is the same every day
 _ASKED, _SAID, _TOLD = "Question0", "Reply1", "Result2"  # found again in a rendered conversation
 
 _END_OF_MESSAGE = "<|eom_id|>"  # Llama 3 ends a turn by it, too, when it expects a tool's response
@@ -238,7 +237,7 @@ class ChatTemplate:
                 list(messages),
                 tools=self.schemas if self._wholly else None,
                 chat_template=self._template,
-                date_string=_DATE,
+                date_string=DATE,
                 add_generation_prompt=opened,
                 tokenize=False,
             )

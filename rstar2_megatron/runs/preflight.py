@@ -18,7 +18,7 @@ from rstar2_megatron.data.problems import read_problems
 from rstar2_megatron.data.rows import Absent, DataError
 from rstar2_megatron.extension.user_code import UserCode, UserCodeError, all_user_code
 from rstar2_megatron.model.model_config import ModelConfig
-from rstar2_megatron.model.tokenizer_files import directory_problems, special_tokens
+from rstar2_megatron.model.tokenizer_files import declared_special_tokens, directory_problems
 from rstar2_megatron.model.weight_files import weight_notes
 from rstar2_megatron.records.checkpoint import complete_checkpoints
 from rstar2_megatron.records.trajectory_files import rollouts_path
@@ -508,7 +508,7 @@ def row_problems(settings: Settings) -> Iterator[str]:
     """The first row of `sft` or tree of `preference` that cannot be trained on."""
     is_sft = settings.runner.task_type == "sft"
     section = settings.sft if is_sft else settings.preference
-    specials = special_tokens(Path(settings.rollout.model.model_path))
+    specials = declared_special_tokens(Path(settings.rollout.model.model_path))
     try:
         for paths in filter(None, (section.train_data_paths, section.val_data_paths)):
             for _ in read_segments(paths, specials) if is_sft else read_trees(paths):
