@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.e2e.runs import ONE_SLOT, ROOT, RunProcess, arguments, read_jsonl
+from tests.e2e.runs import ONE_SLOT, RunProcess, arguments, read_jsonl
 
 pytestmark = [pytest.mark.ci, pytest.mark.timeout(900)]
-# Under the name that the tiny model has learnt to call, beside the tool of the example.
+# Under the name that the tiny model has learnt to call.
 OWN = """
 from itertools import count
 
@@ -40,14 +40,11 @@ def python_code_with_standard_io(code: str, input: str) -> str:
 def test_own_tools_are_called_by_the_model(cache: Path, first_run: Path, tmp_path: Path) -> None:
     own = tmp_path / "own.py"
     own.write_text(OWN)
-    name, example = "python_code_with_standard_io", ROOT / "examples/extend/search_tool.yaml"
-    entries = [{"use": f"{own}:{name}", "timeout_s": 5}, *yaml.safe_load(example.read_text())["agentloop"]["tools"][1:]]
+    name = "python_code_with_standard_io"
     config = tmp_path / "own.yaml"
-    defaults = ["rstar2-tiny-cpu", "_self_"]
-    entries[1]["use"] = str(example.with_name("search_tool.py")) + ":search"
-    prompt = yaml.safe_load(example.read_text())["agentloop"]["system_prompt"]
-    config.write_text(yaml.safe_dump({"defaults": defaults, "agentloop": {"tools": entries, "system_prompt": prompt}}))
-    # taught with another system prompt, which it passes over
+    agentloop = {"tools": [{"use": f"{own}:{name}", "timeout_s": 5}]}
+    config.write_text(yaml.safe_dump({"defaults": ["rstar2-tiny-cpu", "_self_"], "agentloop": agentloop}))
+    # a low temperature, and the words it was taught with: a model of so few steps calls little under others
     words = ("cold_start.phases=[]", f"rollout.model.model_path={first_run}/model", "evaluation.before_and_after=False")
     more = ("algorithm.sampling_params.temperature=0.5", "rollout.max_dropped_share=1", "runner.max_steps=1")
     command = arguments(cache, tmp_path, "own", *ONE_SLOT, *words, *more)[1:]
@@ -57,7 +54,8 @@ def test_own_tools_are_called_by_the_model(cache: Path, first_run: Path, tmp_pat
     (row,) = read_jsonl(tmp_path / "own/metrics.jsonl")
     calls = [call for t in read_jsonl(tmp_path / "own/trajectories.jsonl") for call in t["tool_calls"]]
     done = [call for call in calls if call["name"] == name and call["outcome"] == "ok"]
-    assert done and all(call["response"].startswith("Tool call success\nstdout: ") for call in done)
+    assert len(calls) > 10 and done, calls
+    assert all(call["response"].startswith("Tool call success\nstdout: ") for call in done)
     assert row[f"rollout/engine/tool/{name}/calls"] >= len(done) and row[f"rollout/engine/tool/{name}/seconds"] > 0
     assert row.get("rollout/engine/judge/calls", 0) == 0
     assert row["rollout/user_code_errors/ValueError"] == row["rollout/dropped_infrastructure"] == 1
