@@ -23,7 +23,8 @@ _SYMBOL = re.compile(
 )  # the last: an accent, a subscript, f(x)
 _BRACKETS = {"(": ")", "[": "]", "{": "}", "\\{": "\\}", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil", "|": "|)"}
 _MEANING = {"\\lfloor": sympy.floor, "\\lceil": sympy.ceiling, "|": sympy.Abs}
-_STEPS = (sympy.floor, sympy.ceiling)  # of k, m and n, which are integers beside them
+_FUNCTION_LETTERS = frozenset("fghFGHPQ")
+_STEPS = (sympy.floor, sympy.ceiling, sympy.factorial2)  # of k, m and n, which are integers beside them
 _SIGNS = ("+", "-", "\\cdot", "/")
 _AFTER_TERM = frozenset(["", "+", "-", ",", "\\choose", *_BRACKETS.values()])
 _SEVERAL = {"max": sympy.Max, "min": sympy.Min, "gcd": sympy.igcd, "lcm": sympy.ilcm}
@@ -45,7 +46,9 @@ class Unreadable(ValueError):
 def compare(a: str, b: str, sign: str) -> bool | None:
     """Whether a = b or, with the sign of a relation, whether `a sign 0` and `b sign 0` are multiples; None when unread."""
     try:
-        x, y = read(a), read(b)
+        readers = _Reader(a), _Reader(b)
+        variables = readers[0].variables() | readers[1].variables()
+        x, y = (reader.read(variables) for reader in readers)
         if not sign or not x.free_symbols:
             return same_value(x, y)
         at = dict(zip(sorted(x.free_symbols | y.free_symbols, key=str), _POINTS[0]))
@@ -53,15 +56,6 @@ def compare(a: str, b: str, sign: str) -> bool | None:
         return bool(c != 0 and d != 0 and same_value(x * d, y * c) and (sign in ("=", "\\ne") or c / d > 0))
     except Exception:  # sympy raises anything on odd values
         return None
-
-
-def read(text: str) -> Any:
-    """The sympy value of a spelled formula. Raises Unreadable."""
-    reader = _Reader(text)
-    value = reader.sum()
-    if reader.token or value.has(S.NaN, S.ComplexInfinity):
-        raise Unreadable(f"{reader.token} after a formula")
-    return value
 
 
 class _Reader:
@@ -81,8 +75,21 @@ class _Reader:
                 raise Unreadable("|a|b|")
             self.tokens += word if word.isalpha() else [word]
         for token, after in zip(self.tokens, self.tokens[1:]):
-            if (token == "d" and after[-1].isalpha() and after[1:] not in FUNCTIONS) or (token in "fghFGHPQ" and after == "("):
-                raise Unreadable("a differential, or a function's value")
+            if token == "d" and after[-1].isalpha() and after[1:] not in FUNCTIONS:
+                raise Unreadable("a differential")
+
+    def variables(self) -> set[str]:
+        """The letters, common as names of functions, that stand without an argument: h of bh - ah, beside h(b - a)."""
+        pairs = zip(self.tokens, [*self.tokens[1:], ""])
+        return {token for token, after in pairs if token in _FUNCTION_LETTERS and after != "("}
+
+    def read(self, variables: set[str]) -> Any:
+        """The sympy value, in which letters of functions but `variables` are called before a bracket. Raises Unreadable."""
+        self.functions = _FUNCTION_LETTERS - variables
+        value = self.sum()
+        if self.token or value.has(S.NaN, S.ComplexInfinity):
+            raise Unreadable(f"{self.token} after a formula")
+        return value
 
     @property
     def token(self) -> str:
@@ -178,6 +185,8 @@ class _Reader:
             return -((-value) ** (S.One / degree)) if odd else value ** (S.One / degree)
         if token[1:] in FUNCTIONS:
             return self.function(token[1:])
+        if token in self.functions and self.token == "(":
+            return sympy.Function(token)(self.primary())
         if token in _CONSTANTS or _SYMBOL.fullmatch(token):
             return _CONSTANTS.get(token, sympy.Symbol(token))
         raise Unreadable(token)
@@ -220,6 +229,11 @@ class _Reader:
         return [value]
 
 
+def _steps(value: Any) -> bool:
+    """Whether its letters stand for integers: floors, double factorials, (-1)^n."""
+    return value.has(*_STEPS) or any(power.base.is_negative and power.exp.free_symbols for power in value.atoms(sympy.Pow))
+
+
 def same_value(a: Any, b: Any) -> bool:
     """Whether two values are equal: at points first, which refutes soon; then exactly, to more digits than a text can hide.
 
@@ -230,7 +244,7 @@ def same_value(a: Any, b: Any) -> bool:
     if a.is_infinite or b.is_infinite or (a.is_Rational and b.is_Rational):
         return False
     symbols = sorted(a.free_symbols | b.free_symbols, key=str)
-    counts = (a.has(*_STEPS) or b.has(*_STEPS)) and {symbol.name for symbol in symbols} <= {"k", "m", "n"}
+    counts = (_steps(a) or _steps(b)) and {symbol.name for symbol in symbols} <= {"k", "m", "n"}
     points = [dict(zip(symbols, point)) for point in ((_INTEGERS if counts else _POINTS) if symbols else [[]])]
     pairs = [(a.evalf(_DIGITS, subs=at), b.evalf(_DIGITS, subs=at)) for at in points]
     pairs = [(x, y) for x, y in pairs if x.is_number and y.is_number and x.is_finite and y.is_finite]

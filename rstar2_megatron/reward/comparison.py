@@ -21,12 +21,14 @@ _NAME = (  # x, \angle ABC, AB, \alpha, a_{n}, f(x), \text{cost}; \sin A, |AB|, 
     rf"(?:[a-zA-Z]|\\angle [A-Z]{{1,3}}|[A-Z]{{2,3}}|\\(?!infty|pi)[a-z]+|\S+\{{\S+\}}|[a-zA-Z]\(\S*\)|{UPRIGHT}\w+|"
     r"\\(?:sin|cos|tan) (?:[A-Z]|\\angle [A-Z]{1,3}|\\[a-z]+)|\| (?:z|[A-Z]{2}|\\vec\{\w+\}) \||"
     r"[a-z](?: \^ \{ - 1 \}|(?: ')+)(?: \( \w \))?|\\frac \{ d\w? \} \{ d\w \}|\\frac \{ [A-Z]{2} \} \{ [A-Z]{2} \}|"
-    r"\\vec\{\w+\} \\cdot \\vec\{\w+\}|[a-z](?: \+ [a-z])+|[A-Z]{2} : [A-Z]{2}|[a-z](?: : [a-z])+)"
+    r"\\vec\{\w+\} \\cdot \\vec\{\w+\}|[a-z](?: \+ [a-z])+|[A-Z]{2} : [A-Z]{2}|\\det [A-Z]|[a-z](?: : [a-z])+)"
 )
 _SIDE = r"(?:(?!\\[lg]e )[^<>=])+"
+_ROOTS = re.compile(r"(x|z|t|\\lambda)_\{\d\}(?: , \1_\{\d\})+")
 _REWRITTEN = [  # one spelling for sets and inequalities: x \in and an interval
     (r"\\\{ (?:\w|\w \\in \\mathbb\{R\}) (?:\||:) (.+) \\\}", r"\1"),
     (r"\{ ((?!.*\\choose).*) \}", r"\1"),
+    (r"([A-DMO-RT]) (\( [^()]+ , [^()]+ \))", r"\1 = \2"),  # a point
     (r"\\mathbb\{R\}", r"( - \\infty , \\infty )"),
     (r"\\mathbb\{R\} \\setminus \\\{ ([^,]+) \\\}", r"( - \\infty , \1 ) \\cup ( \1 , \\infty )"),
     (rf"({_NAME}) \\ne \\pm ({_SIDE})", r"\1 \\ne \2 , \1 \\ne - \2"),
@@ -51,10 +53,11 @@ _WORDS = re.compile(rf"(?:(?:{UPRIGHT}?[A-Za-z]+|[-'\".,])(?: |$))+")
 
 _NUMBER = re.compile(r"[-+]?(?:\d+(?:/0*[1-9]\d*)?|\d*\.\d+)")
 _NUMBER_CHARS = 300
-IN_BASE = re.compile(r"\(?([0-9A-Fa-f]*\d[0-9A-Fa-f]*)\)?_\{?(\d+)\}?")
+IN_BASE = re.compile(r"\(?([0-9A-Fa-f]*\d[0-9A-Fa-f]*|[A-Fa-f]{2,}(?=\)?_\{?16\b))\)?_\{?(\d+)\}?")
 
 _UNIT_RULES = [
-    (r"\\cdot", ""), (r"\^ \{ - (\d) \}", r"^ -\1"), ("mph", "mi / h"), ("kph", "km / h"), ("per cent", "%"), ("per", "/"),
+    (r"\\cdot", ""), (r"\^ \{ - (\d) \}", r"^ -\1"), ("mph", "mi / h"), ("mpg", "mi / gal"), ("kph", "km / h"),
+    ("per cent", "%"), ("per", "/"),
     ("cc", "cm ^ 3"), (r"(?:square|sq)(?: \.)? (\w+)", r"\1 ^ 2"), (r"(?:cubic|cu)(?: \.)? (\w+)", r"\1 ^ 3"),
     (r"(\w+) squared", r"\1 ^ 2"), (r"(\w+) cubed", r"\1 ^ 3"), ("squared|cubed", "?"), (r"(\w+) \^ -(?:1 |1$)", r"/ \1"),
     (r"(\w+) \^ -(\d)", r"/ \1 ^ \2"),
@@ -71,7 +74,7 @@ _SYMBOLS = {
     }.items()
     for word in words.split()
 }  # fmt: skip
-_OTHERS = "sq cu per dm euro yen cent day week ton unit mph kph way"  # longer words are units by their look
+_OTHERS = "sq cu per dm euro yen cent day week ton unit mph kph mpg way cup"  # longer words are units by their look
 _SHORT = frozenset(_OTHERS.split()) | set(_SYMBOLS.values())
 _NO_UNIT_WORDS = f"""
 not nor to but if when than then more less most least only about around over under between above below negative dozen gross pair
@@ -109,6 +112,13 @@ class Comparison:
         if all(conditions) and _match(*conditions, lambda x, y: x[0] == y[0] and self.formulas(x[1], y[1], x[0])):
             return True
         (our_name, our_value), (their_name, their_value) = self.named(a), self.named(b)
+        if not their_name or not our_name:  # the other side gives values alone, in this one's order
+            our_value, their_value = self.named(a, as_written=True)[1], self.named(b, as_written=True)[1]
+        roots = _ROOTS.fullmatch(our_name), _ROOTS.fullmatch(their_name)
+        if roots[0] and not roots[1]:
+            our_name, our_value = roots[0][1], our_value.strip("() ")
+        if roots[1] and not roots[0]:
+            their_name, their_value = roots[1][1], their_value.strip("() ")
         if our_name and their_name and our_name != their_name:
             return False
         return self.same(our_value, their_value) if (our_value, their_value) != (a, b) else self.same_parts(a, b)
@@ -122,7 +132,7 @@ class Comparison:
         if "{}" in kinds and not kinds <= {",", "{}"}:
             elements, whole = (ours, b) if kind == "{}" else (theirs, a)
             return len(elements) == 1 and self.same(elements[0], whole)
-        if kinds <= {",", "{}"} or kinds == {"cup"}:
+        if kinds <= {",", "{}"} or kinds in ({"cup"}, {"without"}):
             if "{}" in kinds:
                 ours, theirs = self.distinct(ours), self.distinct(theirs)
             return _match(ours, theirs, self.same)
@@ -155,8 +165,11 @@ class Comparison:
     def distinct(self, elements: list[str]) -> list[str]:
         return [x for at, x in enumerate(elements) if not any(self.same(x, y) for y in elements[:at])]
 
-    def named(self, text: str) -> tuple[str, str]:
-        """("x", value) of `x = value`, `x \\in set` and an inequality of x, whose value is its interval; ("", text) without."""
+    def named(self, text: str, *, as_written: bool = False) -> tuple[str, str]:
+        """("x", value) of `x = value`, `x \\in set` and an inequality of x, whose value is its interval; ("", text) without.
+
+        The values of several names are in the order of the names or, `as_written`, in that of the text but for x, y and z.
+        """
         if len(cases := _split(text, ("or",))[0]) > 1:  # x = 1, y = 2 or x = 3, y = 4
             pairs = [self.named(case) for case in cases]
             if "," in pairs[0][0] and {name for name, _ in pairs} == {pairs[0][0]}:
@@ -169,14 +182,20 @@ class Comparison:
             return name, f"{value} , {elements[-1]}"
         if len(elements) > 1:
             named = [self.named(element) for element in elements]
+            if len(named) == 2 and named[0][0] == named[1][0] and (reals := (named[0][0], "( - \\infty , \\infty )")) in named:
+                return next((x for x in named if x != reals), reals)  # x \in \mathbb{R}, x \ne 0
             first, names, values = named[0][0], {name for name, _ in named}, [value for _, value in named]
             if "or" in joints and len(names) > 1 and "" not in names:  # x = 0 or y = 0
                 return " or ".join(sorted(names)), f"\\{{ {' , '.join(elements)} \\}}"
             if len(names) == len(named) and "" not in names:  # x = 1, y = 2
-                return " , ".join(sorted(names)), f"( {' , '.join(value for _, value in sorted(named))} )"
+                named = named if as_written and not names <= {"x", "y", "z"} else sorted(named)
+                return " , ".join(sorted(names)), f"( {' , '.join(value for _, value in named)} )"
+            out = [match[1] for x in elements if (match := re.fullmatch(rf"{_NAME} \\ne ({_SIDE})", x))]
+            if "or" not in joints and names == {first} and len(out) == len(elements):  # x \ne 1, x \ne 2
+                return first, f"\\mathbb{{R}} \\setminus \\{{ {' , '.join(out)} \\}}"
             if not first or not names <= {first, ""} or any(not name and _conditions(value) for name, value in named):
                 return "", text
-            ranges = [_parts(value)[0] in ("()", "(]", "[)", "[]", "cup") and "," not in first for value in values]
+            ranges = [_parts(value)[0] in ("()", "(]", "[)", "[]", "cup", "without") and "," not in first for value in values]
             if joints[-1] == "or" and any(ranges):
                 return first, " \\cup ".join(v if is_range else f"\\{{ {v} \\}}" for v, is_range in zip(values, ranges))
             if all(ranges) and len(values) == 2 and not all("\\cup" in v for v in values):
@@ -184,8 +203,8 @@ class Comparison:
                 in_order = " ".join(sorted(values, key=lambda v: (v.startswith("( - \\infty"), "\\cup" not in v)))
                 if half_lines := re.fullmatch(r"(.+ ,) \\infty \) \( - \\infty ,(.+)", in_order):
                     return first, half_lines[1] + half_lines[2]
-                if without := re.fullmatch(r"(. .+) ,( .+ .) \( - \\infty (, (.+) \) \\cup \( \4 ,) \\infty \)", in_order):
-                    return first, f"{without[1]} {without[3]}{without[2]}"
+                if inner := re.fullmatch(r"(. .+) ,( .+ .) \( - \\infty (, (.+) \) \\cup \( \4 ,) \\infty \)", in_order):
+                    return first, f"{inner[1]} {inner[3]}{inner[2]}"
             return first, " , ".join(values)
         for pattern, spelled in _REWRITTEN:
             if match := re.fullmatch(pattern, text):
@@ -227,10 +246,15 @@ def _parts(text: str) -> tuple[str, list[str]]:
     """("(]", elements) of what is in brackets, (",", elements) of a list, ("cup", sets), ("2 rows", entries); ("", [text])."""
     for kind, separators in ((",", _JOINTS), ("cup", ("\\cup",))):
         if len(elements := _split(text, separators)[0]) > 1:
+            if kind == "cup" and (points := _gaps(elements)):
+                return "without", points
             return kind, [reading for element in elements for reading in _readings(element)]
-    if matrix := re.fullmatch(r"[(\[]? ?\\begin\{([pbB]?matrix|smallmatrix|array)\} (.*) \\end\{\1\} ?[)\]]?", text):
+    if without := re.fullmatch(r"\\mathbb\{R\} \\setminus \\\{ (.*) \\\}", text):
+        return "without", [reading for element in _split(without[1], _JOINTS)[0] for reading in _readings(element)]
+    if matrix := re.fullmatch(r"[(\[]? ?\\begin\{([pbB]?matrix|smallmatrix|array|cases)\} (.*) \\end\{\1\} ?[)\]]?", text):
         rows = [row for row in _split(matrix[2], ("\\\\",))[0] if row]
-        return f"{len(rows)} rows", [entry for row in rows for entry in _split(row, ("&",))[0]]
+        kind = "cases" if matrix[1] == "cases" else "rows"
+        return f"{len(rows)} {kind}", [entry for row in rows for entry in _split(row, ("&",))[0]]
     if text in ("\\emptyset", "\\{ \\}"):
         return "{}", []
     opening, *inner, closing = text.split() if " " in text else ("", "")
@@ -245,6 +269,13 @@ def _parts(text: str) -> tuple[str, list[str]]:
             return opening + closing, elements
     readings = _readings(text)
     return ("," if len(readings) > 1 else ""), readings
+
+
+def _gaps(sets: list[str]) -> list[str]:
+    """The points that a union of open intervals leaves out of all numbers; empty where it leaves out more."""
+    ends = [end for interval in sets if interval[:2] + interval[-2:] == "(  )" for end in _split(interval[2:-2], (",",))[0]]
+    whole = len(ends) == 2 * len(sets) and (ends[0], ends[-1].strip("+ ")) == ("- \\infty", "\\infty")
+    return ends[1:-1:2] if whole and ends[1:-1:2] == ends[2:-1:2] else []
 
 
 def _readings(text: str) -> list[str]:
@@ -294,11 +325,18 @@ def choice(text: str) -> tuple[str, str] | None:
 
 def _words(text: str) -> list[str]:
     """The words of a text answer ("Monday", "no solution"); empty for anything else."""
-    is_text = _WORDS.fullmatch(text) and "and" not in text.split() and text[0] != "-"
+    is_text = _WORDS.fullmatch(text) and not is_product(text) and "and" not in text.split() and text[0] != "-"
     words = re.findall("[a-z]+", text.casefold()) if is_text else []
     articles = ("a", "an", "the")  # before a word: the A of "Plan A" is none
     words = [word for word, after in zip(words, [*words[1:], ""]) if word not in articles or not after]
     return words if max(map(len, words), default=0) >= 3 else []
+
+
+def is_product(word: str) -> bool:
+    """Whether different small letters are factors, as in abc and mgh, and no word."""
+    return len(set(word)) == len(word) and bool(
+        re.fullmatch(r"[a-e]{3,5}|[w-z]{3,4}|[b-df-hj-np-tv-xz][b-df-hj-np-tv-xzA-Z]{2,}", word)
+    )
 
 
 def _letters(text: str) -> list[str]:
@@ -328,10 +366,10 @@ def compact(text: str) -> str:
 
 def split_unit(text: str) -> tuple[str, str]:
     """("45", "cm ^ 2") of `45 cm^2` and `45 square centimeters`; (text, "") without a unit."""
-    words = re.sub(r"^([-+] )?(dollar|euro|pound|yen) (.+?)(?= \x01?per |$)", r"\1\3 \2", text).split()
+    words = re.sub(r"^([-+] )?(dollar|euro|pound|yen|rupee) (.+?)(?= \x01?per |$)", r"\1\3 \2", text).split()
     for at in range(1, len(words)):
         word = words[at].lstrip(UPRIGHT)
-        noun = len(word) >= 5 and word.isalpha() and bool(set(word) & set("aeiou"))
+        noun = len(word) >= 5 and not is_product(word) and word.isalpha() and bool(set(word) & set("aeiou"))
         known = word in ("%", "\\deg") or (len(word) > 1 and _name(word) in _SHORT)
         in_function = word == "\\deg" and any(other[1:] in FUNCTIONS for other in words)
         if (noun or known or word != words[at]) and not in_function and not _OPERATOR.match(words[at - 1] + " "):

@@ -17,7 +17,7 @@ _NAMED = "sin cos tan cot sec csc sinh cosh tanh arcsin arccos arctan asin acos 
 FUNCTIONS = frozenset(_NAMED.split())
 
 _SIGNS = {
-    "−–‒﹣": "-", "×✕·⋅∙": "\\cdot ", "÷": "/", "∞": "\\infty ", "≤≦⩽": "\\le ", "≥≧⩾": "\\ge ", "≠": "\\ne ", "√": "\\sqrt ",
+    "−–‒﹣": "-", "×✕·⋅∙": "\\cdot ", "÷⁄": "/", "∞": "\\infty ", "≤≦⩽": "\\le ", "≥≧⩾": "\\ge ", "≠": "\\ne ", "√": "\\sqrt ",
     "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in ", "∅": "\\emptyset ", "°º˚": "\\deg ", "±": "\\pm ", "′’": "'", "″“”": '"',
     "。": ".", "…⋯": "\\ldots ", "、": ",", "∶": ":", "→": "\\to ", "⇒": "\\Rightarrow ", "∖": "\\setminus ", "∨": "\\lor ",
     "ℝ": "\\mathbb{R}", "ℤ": "\\mathbb{Z}", "ℕ": "\\mathbb{N}", "ℚ": "\\mathbb{Q}", "ℂ": "\\mathbb{C}",
@@ -34,7 +34,7 @@ _SAME = {
     "\\ldots": "\\dots \\cdots \\dotsc \\dotsb ...", "\\setminus": "\\backslash \\smallsetminus", ",": "; where for with",
     "\\infty": "infinity inf oo", "\\tan": "tg \\tg", "\\cot": "ctg \\ctg", "\\arctan": "arctg \\arctg", "\\arccot": "arcctg",
     "and": "\\land \\wedge 且 和", "or": "\\lor \\vee 或", "dollar": "\\$ $", "euro": "€", "pound": "£",
-    "yen": "¥ ￥", "cent": "¢",
+    "yen": "¥ ￥", "rupee": "₹", "cent": "¢",
 }  # fmt: skip
 _GREEK_WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "theta", "lambda", "sigma", "omega", "pi"]  # as tools print them
 _ALIASES = {other: token for token, others in _SAME.items() for other in others.split()}
@@ -57,13 +57,15 @@ _WRAPPING = r"(?:(text(?:bf|it|rm|sf|tt|normal)?|mathrm|mbox|operatorname\*?)|ma
 _WRAPPED = re.compile(rf"\\{_WRAPPING}\s*\{{((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}")
 _FORMATTING = re.compile(
     r"(?<!\\)\\[()\[\],;:!>\s]|~|\\hspace\*?\s*\{[^{}]*\}|(?<=\\\\)\s*\[-?[\d.]+\s*[a-z]{2}\]|"
-    r"\\(?:left|right)\s*\.|\\(?:text)?color\s*\{\w+\}|"
+    r"\\(?:left|right)\s*\.|\\(?:text)?color\s*\{\w+\}|\\(?:mathbf|mathit|boldsymbol|bm)(?![a-zA-Z])(?!\s*\{)|"
     r"\\(?:left|right|middle|[bB]ig{1,2}[lrm]?|displaystyle|textstyle|limits|q?quad|hfill|large|Large|small)(?![a-zA-Z])"
 )
 _PRIMES = re.compile(r"\^\s*\{?\s*((?:\\prime\s*|')+)\}?|\\prime(?![a-zA-Z])")
 _DEGREE = re.compile(r"\^\s*\{?\s*\\circ(?![a-zA-Z])\s*\}?|\\degree(?![a-zA-Z])")
 _ANGLE = re.compile(r"(\d+(?:\.\d+)?)\s*\\deg\s*(\d+(?:\.\d+)?)\s*'(?!')(?:\s*(\d+(?:\.\d+)?)\s*(?:''|\"))?")
 _REPEATING = re.compile(r"(?<![\d.])(\d{1,50})\.(\d{0,50})\s*((?:\\(?:overline|bar|dot)\s*(?:\{\s*\d{1,50}\s*\}|\d))+)")
+_PERIOD = re.compile(r"^(\s*-?\s*(?:\d{1,50}\.|0,)\d{0,50})\((\d{1,50})\)\s*$")  # 0.1(6)
+_DOTS = re.compile(r"\\dot\s*\{?\s*(\d)\s*\}?\s*(\d{0,50})\s*\\dot\s*\{?\s*(\d)\s*\}?")  # above the first and last digit
 _THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(,|\{,\}|,\\!|\\,|\\ | |~)\d{3}(?:\1\d{3})*(?!\d|,\d)")
 _POWER_OF_TEN = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)e([+-]\d{2,3})(?![\w.^])")  # as Python prints it: 1e3 may be 3e
 _CHOOSE = re.compile(  # C_5^2; C_1^2 is a constant's square
@@ -79,7 +81,8 @@ _AROUND = re.compile(  # words before an answer; a full stop, a line's end, `onl
 )
 _TOKEN = re.compile(
     # a letter with its accent or subscript, the value of f
-    rf"(?:{_ACCENT}(?![a-zA-Z])|{_BASE}\s*_)\s*(?:\{{[^{{}}]*\}}|\w)|[fghFGHPQ]\s*\([^()]*\)|"
+    rf"(?:{_ACCENT}(?![a-zA-Z])|{_BASE}\s*_)\s*(?:\{{[^{{}}]*\}}|\w)|"
+    r"[fghFGHPQ]\s*\((?:\s*\w+\s*\)|[^()]*\)(?=\s*=))|"  # as a name; else its argument is a formula
     r"[ED]\s*\((?:[XY]|\\xi|\\eta)\)|"
     r"\\begin\s*\{array\}\s*\{[^{}]*\}|\\(?:begin|end)\s*\{\w+\*?\}|\\[A-Za-z]+|\\.|"
     r"\x01?(?:log|[A-Za-z]+(?!\s*_))|\x01?[A-Za-z]|"
@@ -135,6 +138,8 @@ _CHARACTERS_TO_TEX: _Rules = [
     (re.compile("[₀-₉₊₋]+"), lambda m: f"_{{{_ascii(m[0])}}}"),
     (re.compile("[¼-¾⅐-⅞]"), lambda m: "\\frac{" + _ascii(m[0]).replace("⁄", "}{") + "}"),
     (_POWER_OF_TEN, r"\1 \\cdot 10^{\2}"),
+    (re.compile(r"(?<![A-Za-z\\])C\s*\^\s*(\{\s*\w+\s*\}|\w)\s*_\s*(\{\s*\w+\s*\}|\w)"), r"C_\2^\1"),
+    (re.compile(r"(?<![A-Za-z\\])([ED])\s*\[\s*([XY]|\\xi|\\eta)\s*\]"), r"\1(\2)"),
     (_CHOOSE, r"\\binom{\1}{\2\3}"),
     (re.compile(r"\\overrightarrow"), r"\\vec"),
     (re.compile("(?<=[①-⑳])[, ]*(?=[①-⑳])"), ","),
@@ -142,6 +147,8 @@ _CHARACTERS_TO_TEX: _Rules = [
 ]
 _IN_TEX: _Rules = [
     (_PRIMES, lambda m: (m[1] or "'").replace("\\prime", "'")),
+    (_PERIOD, lambda m: f"{m[1].replace(',', '.')}\\overline{{{m[2]}}}"),
+    (_DOTS, r"\\overline{\1\2\3}"),
     (_REPEATING, _repeating),
     (_THOUSANDS, _thousands),
     (re.compile(r"(?<=\d)\{,\}(?=\d)"), "."),  # 0{,}25
@@ -152,6 +159,7 @@ _IN_TEX: _Rules = [
 _IN_TOKENS: _Rules = [
     (_ALONE, r"\1"),
     (re.compile(r" [.,] (?=& |\\\\ |\\end)"), " "),
+    (re.compile(r"(?<=& )(?:(?:,|\x01?if|\x01?when) )+"), ""),  # before the condition of a case
     (re.compile(r"(?<=[\w})/]) \\(min|sec)(?=\.?(?: /| ?\.|$))"), rf" {UPRIGHT}\1"),  # without an argument it is a unit
     (_AROUND, ""),
     (re.compile(r"^(\d+) \^ (?:\{ )?\x01?(st|nd|rd|th)(?: \})?$"), rf"\1 {UPRIGHT}\2"),
@@ -162,10 +170,18 @@ _IN_TOKENS: _Rules = [
         re.compile(r"^(?:\\begin\{cases\}|\\\{ \\begin\{array\}) ([^&]*) \\end\{\w+\}$"),  # a system without columns
         lambda m: m[1].replace("\\\\", ","),
     ),
+    (re.compile(r"(?<=\\mathbb\{R\}) - (?=\\\{)"), r" \\setminus "),
+    (re.compile(r"(?<=\} )\^ \{ ([-+*]) \}"), r"^ \1"),  # \mathbb{R}^{+}
+    (
+        re.compile(r"(?<!\S)([\[\]]) ([^()\[\]]+ , [^()\[\]]+) ([\[\]])(?!\S)"),  # ]0,1[
+        lambda m: f"{'(['[m[1] == '[']} {m[2]} {')]'[m[3] == ']']}",
+    ),
+    (re.compile(r"\\det \( ([A-Z]) \)"), r"\\det \1"),
     (re.compile(r"\( (\\pmod .+) \)$"), r"\1"),
     (re.compile(r"\\pmod \{ (\S+) \}"), r"\\pmod \1"),
     (re.compile(r"(.) \( (\w \\in \S+(?: \^ \S+)?) \)$"), r"\1 , \2"),
     (re.compile(rf"(?<=\d) {UPRIGHT}?({'|'.join(_POWERS)})(?!\S)"), lambda m: f" \\cdot 10 ^ {_POWERS[m[1]]}"),
+    (re.compile(r"^(\d\d?) (?:(?=[AP]M$)|\x01)([AaPp])(?: \.)? ?\x01?[Mm]$"), lambda m: f"{m[1]} {UPRIGHT}{m[2].lower()}m"),
     (re.compile(r"(: \d\d) \x01?([AaPp])(?: \.)? ?\x01?[Mm]$"), lambda m: f"{m[1]} {m[2].lower()}m"),
 ]
 _BOUND = re.compile(r"(?:^| )([a-z]) (?:.* )?, \1 \\in \S+(?: \^ \S+)?(?: \\\})?$")
