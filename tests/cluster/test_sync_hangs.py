@@ -15,7 +15,7 @@ from rstar2_megatron.weights.route import RouteKind
 from tests.cluster.conftest import CALL_S, Launch, assert_synced, sync_in_turn
 from tests.cluster.weight_ends import FORGET, Fault, Receiver, Sender
 
-STEP_S = 3.0  # here; weight_sync.STEP_TIMEOUT_S in a run
+STEP_S = 6.0  # here; weight_sync.STEP_TIMEOUT_S in a run
 PROMISED_S = 30.0  # of docs/actor.md, for the deadlines of a run; here most of it is room for a busy machine
 
 # Every wait of a receiver. The engines of a node are rank 0, which receives a broadcast, and rank 1, which it passes it to.

@@ -39,7 +39,7 @@ def first_run(new_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
         ),
         results / "first.log",
     ).start()
-    code = run.wait(600)
+    code = run.wait(1500)
     assert code == 0, run.text()[-6000:]
     run.assert_nothing_left()
     return results / "first"

@@ -24,7 +24,7 @@ from tests.processes import command_line
 from tests.small_disk import small_disk
 
 LIMIT_S = 600
-pytestmark = [pytest.mark.timeout(1200), pytest.mark.ci]
+pytestmark = [pytest.mark.timeout(2700), pytest.mark.ci]
 BATCH, SIZE, BOUND, STEPS = 2, 8, 2, 6
 ONE_CHECKPOINT_MB = 34  # room for one checkpoint of 21 MB, not for two
 
@@ -99,7 +99,7 @@ def test_full_disk_dead_judge_and_a_kill_cost_no_problem(cache: Path, tmp_path: 
         subprocess.run(["mount", "-o", "remount,size=1g", str(checkpoints)], check=True)
         killed = RunProcess(command, tmp_path / "killed.log").start()
         killed.wait_for(lambda: "resuming from" in killed.text(), LIMIT_S, "the resume")
-        killed.wait_for(lambda: len(read_jsonl(metrics)) == 3, LIMIT_S, "step 3 again")
+        killed.wait_for(lambda: len(read_jsonl(metrics)) >= 3, LIMIT_S, "step 3 again")
         (judge,) = [p for p in killed.processes() if "rstar2_megatron.judge all" in " ".join(command_line(p))]
         judge.kill()
         killed.wait_for(lambda: "the Code Judge ended with code -9 and runs again" in killed.text(), LIMIT_S, "another judge")

@@ -76,7 +76,7 @@ def test_engine_worker_and_judge_die_and_nothing_is_lost(cache: Path, tmp_path: 
     )
 
     def into_step(number: int) -> None:
-        run.wait_for(lambda: len(read_jsonl(metrics)) == number - 1, LIMIT_S, f"step {number}")
+        run.wait_for(lambda: len(read_jsonl(metrics)) >= number - 1, LIMIT_S, f"step {number}")
         calls = judge.calls()
         run.wait_for(lambda: judge.calls() > calls, LIMIT_S, f"a tool call of step {number}")
 

@@ -175,7 +175,7 @@ def test_killed_in_mid_step_and_resumed(cache: Path, first_run: Path, tmp_path: 
     metrics, checkpoints = (tmp_path / "killed" / name for name in ("metrics.jsonl", "checkpoints"))
     run = RunProcess(command, tmp_path / "killed.log").start()
     run.wait_for(lambda: len(read_jsonl(metrics)) >= 1, LIMIT_S, "a step")
-    run.wait_for((checkpoints / "global_step_1").is_dir, 60, "its checkpoint")
+    run.wait_for((checkpoints / "global_step_1").is_dir, LIMIT_S, "its checkpoint")
     time.sleep(0.5)  # into the second step
     run.send(signal.SIGKILL)
     run.assert_nothing_left(30, killed=True)
@@ -236,6 +236,7 @@ def test_ctrl_c_while_rolling_out_with_a_running_redis(cache: Path, first_run: P
                 "interrupted",
                 f"tools.codejudge.redis_uri={redis_server.uri}",
                 "evaluation.before_and_after=False",
+                "runner.max_steps=100",
             ),
             tmp_path / "interrupted.log",
         ).start()
@@ -248,7 +249,7 @@ def test_ctrl_c_while_rolling_out_with_a_running_redis(cache: Path, first_run: P
         sockets = listening_sockets_of(run)
         assert run.process is not None
         os.killpg(run.process.pid, signal.SIGINT)
-        assert run.wait(60) == 130
+        assert run.wait(90) == 130
         leaves_nothing(run, sockets)
         assert client.ping()
     assert "Traceback" not in run.text(), run.text()[-4000:]

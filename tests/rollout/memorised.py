@@ -47,7 +47,10 @@ def memorise(directory: Path) -> None:
     template = ChatTemplate(tokenizer, SETTINGS)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    for _ in range(_STEPS):
+    loss = torch.tensor(1.0)
+    for step in range(4 * _STEPS):
+        if step >= _STEPS and loss.item() < 0.05:  # a last step may be a bad one
+            break
         rows = []
         for query_id, (first, response) in CONVERSATIONS.items():
             time = f"{rng.randint(0, 1)}.{rng.randint(0, 99):02d}"

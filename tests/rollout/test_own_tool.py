@@ -336,7 +336,7 @@ def step(x: int) -> int:
     with LOCK:
         NOW[0] += 1
         MOST[0] = max(MOST[0], NOW[0])
-    time.sleep(0.005)
+    time.sleep(0.05)
     with LOCK:
         NOW[0] -= 1
     return MOST[0]

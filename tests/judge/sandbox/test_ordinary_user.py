@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,8 +73,7 @@ pytestmark = [pytest.mark.ci, pytest.mark.skipif(IMPORTS.returncode != 0, reason
 
 @pytest.fixture(scope="module", params=["namespaces", "none", "unusable"])
 def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    directory = Path("/tmp") / f"ordinary-{os.getpid()}"
-    directory.mkdir()
+    directory = Path(tempfile.mkdtemp(prefix="ordinary-", dir="/tmp"))
     directory.chmod(0o755)
     try:
         python = directory / "python"
