@@ -28,7 +28,7 @@ _PHASES = (
     "cold_start.phases=["
     "{name: copy, data_path: 'tiny:copy', steps: 120, batch_size: 64, lr: 3.0e-3, shuffle: False, warmup_steps: 30, "
     "decay: constant},"
-    "{name: conversations, data_path: 'tiny:conversations', steps: 60, batch_size: 32, lr: 1.5e-3, warmup_steps: 10}]"
+    "{name: conversations, data_path: 'tiny:conversations', steps: 120, batch_size: 32, lr: 1.5e-3, warmup_steps: 10}]"
 )
 
 
