@@ -26,12 +26,16 @@ _MEANING = {"\\lfloor": sympy.floor, "\\lceil": sympy.ceiling, "|": sympy.Abs}
 _FUNCTION_LETTERS = frozenset("fghFGHPQ")
 _STEPS = (sympy.floor, sympy.ceiling, sympy.factorial2)  # of k, m and n, which are integers beside them
 _SIGNS = ("+", "-", "\\cdot", "/")
-_AFTER_TERM = frozenset(["", "+", "-", ",", "\\choose", *_BRACKETS.values()])
+_AFTER_TERM = frozenset(["", "+", "-", ",", "\\choose", "\\over", *_BRACKETS.values()])
 _SEVERAL = {"max": sympy.Max, "min": sympy.Min, "gcd": sympy.igcd, "lcm": sympy.ilcm}
 
 _DECIMAL_TOLERANCE = 5e-7  # relative, between a decimal of six digits and an irrational number
 _DIGITS = 30  # of the first comparison
 _MAX_DIGITS = 6000  # of the last: 1/1500! begins with 4114 zeros
+_MOST_EDGES = 300
+_ROUNDED = sympy.Float("1e-9")  # of a root whose value is 0 where it bends
+_GROWING = (sympy.factorial, sympy.factorial2, sympy.binomial)  # too large to compute far away
+_BENT = (sympy.floor, sympy.ceiling, sympy.Abs, sympy.Max, sympy.Min)
 _POINTS = [[sympy.Rational(sign * (7 * i + 31), 6 * i + 17 + sign) for i in range(8)] for sign in (1, -1)]
 _POINTS.append([pair[i % 2] for i, pair in enumerate(zip(*_POINTS))])
 # far from these, because floors, absolute values and maxima are constant or linear among them
@@ -86,7 +90,7 @@ class _Reader:
     def read(self, variables: set[str]) -> Any:
         """The sympy value, in which letters of functions but `variables` are called before a bracket. Raises Unreadable."""
         self.functions = _FUNCTION_LETTERS - variables
-        value = self.sum()
+        value = self.fraction()
         if self.token or value.has(S.NaN, S.ComplexInfinity):
             raise Unreadable(f"{self.token} after a formula")
         return value
@@ -110,6 +114,10 @@ class _Reader:
         while self.token in ("+", "-"):
             value += (-1 if self.next() == "-" else 1) * self.product()
         return value
+
+    def fraction(self) -> Any:
+        value = self.sum()
+        return value / self.sum() if self.token == "\\over" and self.next() else value
 
     def product(self) -> Any:
         self.at += self.token == "+"
@@ -170,7 +178,7 @@ class _Reader:
         if token[0].isdigit() or (token[0] == "." and token[1:].isdigit()):
             return sympy.Rational(token)
         if token in _BRACKETS:
-            value = self.sum()
+            value = self.fraction()
             if self.token == "\\choose" and self.next():
                 value = sympy.binomial(value, self.sum())
             self.next(_BRACKETS[token])
@@ -200,6 +208,8 @@ class _Reader:
             else:
                 base = self.argument()
         values = self.arguments()
+        if name in _SEVERAL and len(values) == 1:
+            raise Unreadable(f"\\{name} of one")
         if power == -1 and name in ("sin", "cos", "tan"):
             name, power = "a" + name, 1
         if not S(power).is_positive or (base is not None and name != "log"):
@@ -234,6 +244,39 @@ def _steps(value: Any) -> bool:
     return value.has(*_STEPS) or any(power.base.is_negative and power.exp.free_symbols for power in value.atoms(sympy.Pow))
 
 
+def _bent(value: Any) -> bool:
+    """Whether it may go on otherwise beyond some point: a floor, an absolute value, a maximum, a root."""
+    roots = (power for power in value.atoms(sympy.Pow) if power.exp.is_Rational and not power.exp.is_Integer)
+    return value.has(*_BENT) or any(power.base.free_symbols for power in roots)
+
+
+def _edges(a: Any, b: Any, symbols: list[Any], counts: bool) -> list[dict[Any, Any]]:
+    """Points beside those where a bent formula may bend: its numbers, their sums, differences and products; and far away."""
+    numbers = {abs(part) for value in (a, b) for number in value.atoms(sympy.Rational) for part in (number.p, number.q)}
+    small = sorted(number for number in numbers | {0, 1} if number < 10**6)[:12]
+    near = {c for x in small for y in small for c in (x + y, x - y, x * y)}
+    edges = {edge for c in near for edge in (c - 1, c, c + 1, -c) if edge >= 0 or not counts}
+    chosen = [sympy.Integer(edge) for edge in sorted(edges, key=lambda c: (abs(c), c))]
+    chosen = chosen[:: len(chosen) * len(symbols) // _MOST_EDGES + 1]
+    if not any(value.has(*_GROWING) or any(p.exp.free_symbols for p in value.atoms(sympy.Pow)) for value in (a, b)):
+        chosen += [sympy.Integer(sign * (10**7 + 3)) for sign in ((1,) if counts else (1, -1))]
+    usual = dict(zip(symbols, (_INTEGERS if counts else _POINTS)[0]))
+    return [{**usual, symbol: edge} for symbol in symbols for edge in chosen]
+
+
+def _values(a: Any, b: Any, points: list[dict[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Both values at the points at which both have one. Where neither is real, neither was meant, unless an i is written."""
+    pairs = [(a.evalf(_DIGITS, subs=at), b.evalf(_DIGITS, subs=at)) for at in points]
+    pairs = [(x, y) for x, y in pairs if x.is_number and y.is_number and x.is_finite and y.is_finite]
+    if a.has(S.ImaginaryUnit) or b.has(S.ImaginaryUnit):
+        return pairs
+    return [(x, y) for x, y in pairs if x.is_real or y.is_real]
+
+
+def _differ(x: Any, y: Any) -> bool:
+    return bool(abs(x - y) > sympy.Float(10) ** (5 - _DIGITS) * max(abs(x), abs(y)))
+
+
 def same_value(a: Any, b: Any) -> bool:
     """Whether two values are equal: at points first, which refutes soon; then exactly, to more digits than a text can hide.
 
@@ -246,16 +289,17 @@ def same_value(a: Any, b: Any) -> bool:
     symbols = sorted(a.free_symbols | b.free_symbols, key=str)
     counts = (_steps(a) or _steps(b)) and {symbol.name for symbol in symbols} <= {"k", "m", "n"}
     points = [dict(zip(symbols, point)) for point in ((_INTEGERS if counts else _POINTS) if symbols else [[]])]
-    pairs = [(a.evalf(_DIGITS, subs=at), b.evalf(_DIGITS, subs=at)) for at in points]
-    pairs = [(x, y) for x, y in pairs if x.is_number and y.is_number and x.is_finite and y.is_finite]
-    if not (a.has(S.ImaginaryUnit) or b.has(S.ImaginaryUnit)):  # where neither is real, neither was meant
-        pairs = [(x, y) for x, y in pairs if x.is_real or y.is_real]
+    pairs = _values(a, b, points)
     if not pairs:
         raise Unreadable(f"{a} or {b} has no value")
     for x, y in pairs:
-        if abs(x - y) > sympy.Float(10) ** (5 - _DIGITS) * max(abs(x), abs(y)):
+        if _differ(x, y):
             decimals = [z for z in (a, b) if z.is_Rational and 10**20 % z.q == 0 and len(str(abs(z * 10**20)).rstrip("0")) > 5]
             return bool(decimals and not symbols and abs(x - y) <= _DECIMAL_TOLERANCE * abs(x))
+    if symbols and (_bent(a) or _bent(b)):
+        beside = _values(a, b, _edges(a, b, symbols, counts))
+        if any(_differ(x, y) and max(abs(x), abs(y)) > _ROUNDED for x, y in beside):
+            return False
     difference = sympy.expand(a - b).subs(points[0])
     digits = 2 * _DIGITS if symbols else _MAX_DIGITS
     return bool(

@@ -21,7 +21,8 @@ _NAME = (  # x, \angle ABC, AB, \alpha, a_{n}, f(x), \text{cost}; \sin A, |AB|, 
     rf"(?:[a-zA-Z]|\\angle [A-Z]{{1,3}}|[A-Z]{{2,3}}|\\(?!infty|pi)[a-z]+|\S+\{{\S+\}}|[a-zA-Z]\(\S*\)|{UPRIGHT}\w+|"
     r"\\(?:sin|cos|tan) (?:[A-Z]|\\angle [A-Z]{1,3}|\\[a-z]+)|\| (?:z|[A-Z]{2}|\\vec\{\w+\}) \||"
     r"[a-z](?: \^ \{ - 1 \}|(?: ')+)(?: \( \w \))?|\\frac \{ d\w? \} \{ d\w \}|\\frac \{ [A-Z]{2} \} \{ [A-Z]{2} \}|"
-    r"\\vec\{\w+\} \\cdot \\vec\{\w+\}|[a-z](?: \+ [a-z])+|[A-Z]{2} : [A-Z]{2}|\\det [A-Z]|[a-z](?: : [a-z])+)"
+    r"\\vec\{\w+\} \\cdot \\vec\{\w+\}|[a-z](?: \+ [a-z])+|[A-Z]{2} : [A-Z]{2}|\\det [A-Z]|\\frac [a-z] ?[a-z]|"
+    r"[a-z](?: : [a-z])+)"
 )
 _SIDE = r"(?:(?!\\[lg]e )[^<>=])+"
 _ROOTS = re.compile(r"(x|z|t|\\lambda)_\{\d\}(?: , \1_\{\d\})+")
@@ -47,13 +48,13 @@ _REWRITTEN = [  # one spelling for sets and inequalities: x \in and an interval
 
 _LETTER = f"{UPRIGHT}?([A-Z])"
 _CHOICE = re.compile(rf"(?:\( )?{_LETTER} ?(?:$|[).:](?: (.+)|$))")
-_NO_CHOICE = re.compile(rf"and |, |.*\bor\b|(?:.* )?{_LETTER} [).]")
+_NO_CHOICE = re.compile(rf"and |, |.*\bor\b|(?:.* )?{_LETTER} [).:]|{_LETTER}(?: ,|$)")
 _OPERATOR = re.compile(r"(?:[-+/^_=<>(\[|!',]|\\cdot|\\le|\\ge|\\ne|\\in|\\cup) ")
 _WORDS = re.compile(rf"(?:(?:{UPRIGHT}?[A-Za-z]+|[-'\".,])(?: |$))+")
 
 _NUMBER = re.compile(r"[-+]?(?:\d+(?:/0*[1-9]\d*)?|\d*\.\d+)")
 _NUMBER_CHARS = 300
-IN_BASE = re.compile(r"\(?([0-9A-Fa-f]*\d[0-9A-Fa-f]*|[A-Fa-f]{2,}(?=\)?_\{?16\b))\)?_\{?(\d+)\}?")
+IN_BASE = re.compile(r"\(?([0-9A-Fa-f]*\d[0-9A-Fa-f]*|[A-Fa-f]{2,}(?=\)?_\{?16\b))\)?_\{?\(?(\d+)\)?\}?")
 
 _UNIT_RULES = [
     (r"\\cdot", ""), (r"\^ \{ - (\d) \}", r"^ -\1"), ("mph", "mi / h"), ("mpg", "mi / gal"), ("kph", "km / h"),
@@ -80,11 +81,13 @@ _NO_UNIT_WORDS = f"""
 not nor to but if when than then more less most least only about around over under between above below negative dozen gross pair
 score half halve third quarter th st nd rd plus minus divided multiplied of mod modulo base factorial root infinity none no is
 are equal even odd other any all wrong right false true correct incorrect permille promille ppm kilo lakh crore
-pi bn doubled inverse impossible upwards {NUMBER_WORDS}
+pi bn doubled halved tripled quadrupled twice googol imaginary reciprocal opposite conjugate inverse power choose greater
+smaller larger excluded rejected reduced approximately rounded unknown exceeded impossible upward upwards
+wan remainder minimum maximum {NUMBER_WORDS}
 """
 _NO_UNITS = frozenset(_NO_UNIT_WORDS.split())
 _NUMERAL = re.compile(  # million, thirteen, fifty, and parts: eighths, thousandths
-    r"(?:.+teen|hundred|thousand|.+illion|ten|eleven|four|fif|six|seven|eigh|nin|twelf)(?:th)?|"
+    r".+fold|(?:.+teen|hundred|thousand|.+illion|ten|eleven|four|fif|six|seven|eigh|nin|twelf)(?:th)?|"
     r"(?:twen|thir|for|fif|six|seven|eigh|nine)t(?:y|ieth)"
 )
 
@@ -131,11 +134,11 @@ class Comparison:
             return self.same_values(a, b)
         if "{}" in kinds and not kinds <= {",", "{}"}:
             elements, whole = (ours, b) if kind == "{}" else (theirs, a)
-            return len(elements) == 1 and self.same(elements[0], whole)
+            return len(elements) == 1 and self.same_elements(elements[0], whole)
         if kinds <= {",", "{}"} or kinds in ({"cup"}, {"without"}):
             if "{}" in kinds:
                 ours, theirs = self.distinct(ours), self.distinct(theirs)
-            return _match(ours, theirs, self.same)
+            return _match(ours, theirs, self.same_elements)
         return (len(kinds) == 1 or kinds == {",", "()"}) and len(ours) == len(theirs) and all(map(self.same, ours, theirs))
 
     def same_values(self, a: str, b: str) -> bool:
@@ -163,7 +166,11 @@ class Comparison:
         return bool(verdict)
 
     def distinct(self, elements: list[str]) -> list[str]:
-        return [x for at, x in enumerate(elements) if not any(self.same(x, y) for y in elements[:at])]
+        return [x for at, x in enumerate(elements) if not any(self.same_elements(x, y) for y in elements[:at])]
+
+    def same_elements(self, a: str, b: str) -> bool:
+        """Of lists and sets, where {1} is not 1."""
+        return (_parts(a)[0] == "{}") == (_parts(b)[0] == "{}") and self.same(a, b)
 
     def named(self, text: str, *, as_written: bool = False) -> tuple[str, str]:
         """("x", value) of `x = value`, `x \\in set` and an inequality of x, whose value is its interval; ("", text) without.
@@ -329,7 +336,7 @@ def _words(text: str) -> list[str]:
     words = re.findall("[a-z]+", text.casefold()) if is_text else []
     articles = ("a", "an", "the")  # before a word: the A of "Plan A" is none
     words = [word for word, after in zip(words, [*words[1:], ""]) if word not in articles or not after]
-    return words if max(map(len, words), default=0) >= 3 else []
+    return words if max(map(len, words), default=0) >= (2 if UPRIGHT in text or words == ["no"] else 3) else []
 
 
 def is_product(word: str) -> bool:

@@ -66,11 +66,17 @@ _ANGLE = re.compile(r"(\d+(?:\.\d+)?)\s*\\deg\s*(\d+(?:\.\d+)?)\s*'(?!')(?:\s*(\
 _REPEATING = re.compile(r"(?<![\d.])(\d{1,50})\.(\d{0,50})\s*((?:\\(?:overline|bar|dot)\s*(?:\{\s*\d{1,50}\s*\}|\d))+)")
 _PERIOD = re.compile(r"^(\s*-?\s*(?:\d{1,50}\.|0,)\d{0,50})\((\d{1,50})\)\s*$")  # 0.1(6)
 _DOTS = re.compile(r"\\dot\s*\{?\s*(\d)\s*\}?\s*(\d{0,50})\s*\\dot\s*\{?\s*(\d)\s*\}?")  # above the first and last digit
-_THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(,|\{,\}|,\\!|\\,|\\ | |~)\d{3}(?:\1\d{3})*(?!\d|,\d)")
-_POWER_OF_TEN = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)e([+-]\d{2,3})(?![\w.^])")  # as Python prints it: 1e3 may be 3e
+_THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(,|\{,\}|,\\!|\\[,;:]|\\ | |~)\d{3}(?:\1\d{3})*(?!\d|,\d)")
+_POWER_OF_TEN = re.compile(
+    r"(?<![\w.])(?:(\d+(?:\.\d+)?)e([+-]\d{2,3})|(1)e([+-]\d))(?![\w.^])"
+)  # as Python prints it: 1e3 may be 3e
 _CHOOSE = re.compile(  # C_5^2; C_1^2 is a constant's square
     r"(?:\\mathrm\s*\{\s*C\s*\}|(?<![A-Za-z\\])C)\s*_\s*\{?\s*(\d*[nm]|[3-9]|\d\d)\s*\}?\s*\^\s*(?:\{\s*(\w+)\s*\}|(\d+|\w))"
 )
+_ARRANGE = re.compile(_CHOOSE.pattern.replace("C", "A"))  # A_5^2
+_CHOOSE_BEFORE = re.compile(
+    r"(?:\{\s*\})?[_^]\s*\{?\s*(\d+|n)\s*\}?\s*(?:\\mathrm\s*\{\s*C\s*\}|C)\s*_\s*\{?\s*(\w+)\s*\}?"
+)  # {}_5C_2
 _ACCENT = r"\\(?:overline|bar|vec|hat|tilde|mathcal|mathbb)"
 _BASE = r"(?:[A-Za-z]|\\(?:alpha|beta|gamma|delta|theta|lambda|mu|sigma|phi|omega))"
 _ALONE = re.compile(rf"(?<!\\)\{{ (\w|(?!\\(?:frac|binom|{'|'.join(FUNCTIONS)}) )\\[a-z]+) \}}")
@@ -137,10 +143,12 @@ _CHARACTERS_TO_TEX: _Rules = [
     (re.compile("[⁰¹²³⁴-⁹⁺⁻ⁿ]+"), lambda m: f"^{{{_ascii(m[0])}}}"),
     (re.compile("[₀-₉₊₋]+"), lambda m: f"_{{{_ascii(m[0])}}}"),
     (re.compile("[¼-¾⅐-⅞]"), lambda m: "\\frac{" + _ascii(m[0]).replace("⁄", "}{") + "}"),
-    (_POWER_OF_TEN, r"\1 \\cdot 10^{\2}"),
+    (_POWER_OF_TEN, lambda m: f"{m[1] or m[3]} \\cdot 10^{{{m[2] or m[4]}}}"),
     (re.compile(r"(?<![A-Za-z\\])C\s*\^\s*(\{\s*\w+\s*\}|\w)\s*_\s*(\{\s*\w+\s*\}|\w)"), r"C_\2^\1"),
     (re.compile(r"(?<![A-Za-z\\])([ED])\s*\[\s*([XY]|\\xi|\\eta)\s*\]"), r"\1(\2)"),
     (_CHOOSE, r"\\binom{\1}{\2\3}"),
+    (_ARRANGE, r"\\frac{(\1)!}{(\1-\2\3)!}"),
+    (_CHOOSE_BEFORE, r"\\binom{\1}{\2}"),
     (re.compile(r"\\overrightarrow"), r"\\vec"),
     (re.compile("(?<=[①-⑳])[, ]*(?=[①-⑳])"), ","),
     (re.compile("[α-ω]"), lambda m: f"\\{unicodedata.name(m[0]).split()[-1].lower()} "),
@@ -166,6 +174,7 @@ _IN_TOKENS: _Rules = [
     (re.compile(r"^(\d+) \x01?(?:in|to|out \x01?of) (\d+)$"), r"\1 / \2"),
     (re.compile(r"(?<=\\in )\x01?([CNQRZ])(?!\S)"), r"\\mathbb{\1}"),
     (re.compile(r"^\\\{ ((?!\w [|:])[^|:]+) [|:] (\w \\in \S+(?: \^ \S+)?) \\\}$"), r"\1 , \2"),
+    (re.compile(r"\\\{ \\begin\{array\} ([^&]*&.*) \\end\{array\}"), r"\\begin{cases} \1 \\end{cases}"),
     (
         re.compile(r"^(?:\\begin\{cases\}|\\\{ \\begin\{array\}) ([^&]*) \\end\{\w+\}$"),  # a system without columns
         lambda m: m[1].replace("\\\\", ","),
