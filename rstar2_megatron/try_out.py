@@ -117,8 +117,14 @@ class _Turns:
     def report_progress(self, more: int) -> None: ...
 
 
+def _solutions(given: dict[str, Any]) -> list[str]:
+    """Of `--args`; a text or a number is the only one."""
+    value = given.get("solutions", [])
+    return [str(one) for one in (value if isinstance(value, list) else [value])]
+
+
 async def _try_conversation(conversations: Conversations, calls: Sequence[dict[str, Any]], extra: dict[str, Any]) -> int:
-    solutions: list[str] = next((given["solutions"] for given in calls if "solutions" in given), [])
+    solutions = next((_solutions(given) for given in calls if "solutions" in given), [])
     problem = Problem("try_out", [{"role": "user", "content": "(the problem)"}], solutions, extra=extra)
     try:
         conversation = await conversations.begin(problem, time.monotonic() + _DEADLINE_S)
@@ -136,7 +142,7 @@ async def _try_conversation(conversations: Conversations, calls: Sequence[dict[s
 async def _try_reward(rewards: Rewards, code: UserCode, calls: Sequence[dict[str, Any]], extra: dict[str, Any]) -> int:
     failed = False
     for given in calls or [{"response": "The answer is \\boxed{4}.", "solutions": ["4"]}]:
-        problem = Problem("try_out", [{"role": "user", "content": ""}], given.get("solutions", []), extra=extra)
+        problem = Problem("try_out", [{"role": "user", "content": ""}], _solutions(given), extra=extra)
         text = str(given.get("response", ""))
         trajectory = Trajectory("try_out", 0, assistant_texts=[text], finish_reason=FinishReason.ANSWERED)
         begun = time.perf_counter()

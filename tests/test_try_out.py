@@ -68,6 +68,14 @@ def test_rewards_of_both_forms(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "cannot be called with (problem, trajectory)" in capsys.readouterr().err
 
 
+def test_one_solution_may_be_a_text_or_a_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "own.py"
+    path.write_text("def score(problem, trajectory):\n    return float(problem.solutions == ['42'])\n")
+    for solutions in ('"42"', "42", '["42"]'):
+        assert main([f"{path}:score", "--args", f'{{"response": "x", "solutions": {solutions}}}']) == 0
+        assert "ms: reward 1 " in capsys.readouterr().out
+
+
 def test_an_environment_is_played_with_given_turns(capsys: pytest.CaptureFixture[str]) -> None:
     game = [f"{ROOT}/examples/extend/game.py:HigherLower", "--settings", '{"guesses": 3}']
     first = ["--args", '{"response": "I say 3", "solutions": ["7"]}']

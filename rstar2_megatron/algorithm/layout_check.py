@@ -106,6 +106,12 @@ def check_layouts(loss: PolicyLoss, algorithm: AlgorithmSettings | None = None) 
     )
     everything = list(range(len(_LENGTHS)))
     whole = _run(loss, settings, [everything], 1)
+    for what, values in zip(("loss", "gradient"), whole, strict=True):
+        if not values.isfinite().all():
+            raise ValueError(
+                f"the {what} of a token is {float(values[~values.isfinite()][0])}: it must be finite for every ratio, also for "
+                "1, where the first update of a step is (the square root of a square has no gradient there)"
+            )
     for microbatches, ranks in (([everything[::-1]], 1), ([[2], [0, 3], [1]], 1), ([everything], 2), ([[3, 0], [1], [2]], 4)):
         try:
             split = _run(loss, settings, microbatches, ranks)
@@ -132,8 +138,10 @@ def _trial(algorithm: AlgorithmSettings) -> dict[str, Tensor]:
     advantages = signs.repeat_interleave(lengths)
     if algorithm.turn_returns.discount is not None:
         advantages = advantages * 0.8 ** (position // 3)
+    logprobs = old + 0.5 * torch.randn(sum(_LENGTHS), generator=generator, dtype=torch.float64)
+    logprobs[::5] = old[::5]  # as all are in the first update of a step
     return {
-        "logprobs": old + 0.5 * torch.randn(sum(_LENGTHS), generator=generator, dtype=torch.float64),
+        "logprobs": logprobs,
         "old_logprobs": old,
         "rollout_logprobs": old + 0.01,
         "advantages": advantages,

@@ -141,6 +141,8 @@ def render_report(report: Mapping[str, Any]) -> str:
 
 
 def _parse_counts(words: Sequence[str], scale: float) -> dict[str, int]:
+    if not scale > 0:
+        raise DataError(f"--scale {scale:g}: give a number above 0")
     counts = {name: max(1, round(source.count * scale)) for name, source in SFT_SOURCES.items()}
     for word in words:
         name, _, number = word.partition("=")

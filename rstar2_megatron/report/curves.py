@@ -75,7 +75,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{'error' if arguments.strict else 'warning'}: {fault}", file=sys.stderr)
     if comparison.faults and arguments.strict:
         return 1
-    written = write_comparison(comparison, arguments.out or _default_out(comparison.arms[0].logs[0]))
+    out = arguments.out or _default_out(comparison.arms[0].logs[0])
+    try:
+        written = write_comparison(comparison, out)
+    except OSError as error:
+        print(f"error: --out {out} cannot be written: {error}", file=sys.stderr)
+        return 1
     print(comparison.text)
     print("wrote " + ", ".join(map(str, written)))
     return 1 if comparison.messages else 0

@@ -281,8 +281,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     out = arguments.out or directory / "trajectories.html"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_text(out, render(page, directory.resolve().name))
+    try:
+        if out.is_dir():
+            raise IsADirectoryError("it is a directory; name a file")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_text(out, render(page, directory.resolve().name))
+    except (OSError, ValueError) as error:
+        print(f"error: --out {out} cannot be written: {error}", file=sys.stderr)
+        return 1
     for message in page.messages:
         print(f"note: {message}", file=sys.stderr)
     print(f"wrote {out}: {len(page.groups)} groups, {out.stat().st_size / 1e6:.1f} MB")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -52,6 +53,7 @@ class GradingProcess:
                     stderr=self._output,
                     pass_fds=[theirs.fileno()],
                     env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+                    start_new_session=True,  # so that what the user's code started ends with it
                 )
         self.send(self._about)
         if (reply := self.reply(START_TIMEOUT_S)) != b"ready":
@@ -98,8 +100,10 @@ class GradingProcess:
         return None
 
     def kill(self) -> None:
-        """End the process and close its pipe. Safe to call twice."""
+        """End the process with its process group, and close its pipe. Safe to call twice."""
         if self._process is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.kill()
             self._process.wait()
             self._pipe.close()

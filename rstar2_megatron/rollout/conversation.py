@@ -110,7 +110,7 @@ async def _own_loop(user: _UsersCode, loop: Callable[..., Awaitable[Any]], probl
         if isinstance(error, Left) or is_cancelled():
             raise
         raise user.failed(error) from error
-    if reward is not None:
+    if reward is not None and dialogue.ending is None:  # at a limit what it had earned before counts, whatever it catches
         dialogue.reward = reward
 
 

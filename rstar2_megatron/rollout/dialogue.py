@@ -68,6 +68,7 @@ class Dialogue:
         self._loops_calls = False  # the loop made calls of its own since the last turn
         self._counts = list(self._trajectory.calls_per_turn)
         self._over = False
+        self._running = False  # a turn or calls are under way
 
     # ------------------------------------------------------------------------------------ for loops
 
@@ -168,6 +169,7 @@ class Dialogue:
 
     def finish(self, reward: float | None = None) -> None:
         """End the trajectory here, as returning from the loop does."""
+        self._check_over()
         self.reward = self.reward if reward is None else reward
         self._leave(FinishReason.ANSWERED)
 
@@ -212,6 +214,8 @@ class Dialogue:
     def _check_over(self) -> None:
         if self._over:
             raise Left
+        if self._running:  # two at once would write into one another's tokens
+            raise self._misused("a turn or a call is still running; await it before what comes next")
 
     def _leave(self, ending: FinishReason | None) -> None:
         if not self._over:
@@ -220,8 +224,11 @@ class Dialogue:
 
     async def _below(self, work: Awaitable[T]) -> T:
         """Await work of the engine or the tools. Its failures end the loop, which cannot handle them."""
+        self._running = True
         try:
             return await work
         except Exception as error:
             self._over, self.failure = True, error
             raise Left from error
+        finally:
+            self._running = False

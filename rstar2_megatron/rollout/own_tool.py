@@ -173,6 +173,9 @@ class OwnTool(LimitedTool):
             try:
                 values[name] = self._adapters[name].validate_python(value)
             except ValidationError as error:
+                with contextlib.suppress(ValueError):  # strict types read a date or a tuple from JSON alone
+                    values[name] = self._adapters[name].validate_json(json.dumps(value))
+                    continue
                 first = error.errors()[0]
                 place = ".".join(str(part) for part in (name, *first["loc"]))
                 said = first["msg"].removeprefix("Value error, ")

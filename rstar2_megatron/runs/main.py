@@ -72,7 +72,10 @@ _HYDRA = {"--config-path": "-cp", "--config-name": "-cn"}  # as RLinf's scripts 
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """`config` (NAME), `overrides`, and each option by its name. Raises ConfigError for an unknown one or a second NAME."""
+    """`config` (NAME or the default), `names` that were given, `overrides`, and each option by its name.
+
+    Raises ConfigError for an unknown one or a second NAME.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in _FLAGS:
         parser.add_argument(flag, *(["-h"] if flag == "--help" else []), action="store_true")
@@ -81,6 +84,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for option, short in _HYDRA.items():
         parser.add_argument(option, short, nargs="?", const="")
     arguments, words = parser.parse_known_args(argv)
+    if arguments.help:
+        return arguments
     known = ", ".join((*_FLAGS, *_NEW, *_ABLATE, *_HYDRA))
     if unknown := [word for word in words if word.startswith("-")]:
         raise ConfigError(f"unknown option {unknown[0]}; known: {known}")
@@ -94,6 +99,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise ConfigError(f"two configuration names, {names[0]!r} and {names[1]!r}; overrides are written key=value")
     if any(given[option] is not None for option in _NEW) and (missing := [option for option in _NEW if not given[option]]):
         raise ConfigError(f"{missing[0]} has no value; the whole form: --new NAME --model DIR --data FILE[,FILE]")
+    if arguments.new and (names or arguments.overrides or arguments.check or arguments.dry_run or arguments.print_config):
+        raise ConfigError("--new writes a YAML and takes --model and --data alone; plan it by its path and --dry-run then")
     ablates = [given[option] for option in _ABLATE if given[option] is not None]
     if ablates and (not all(ablates) or not arguments.ablate or names):
         raise ConfigError(
@@ -103,6 +110,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise ConfigError("--check and --print-config are for one configuration: give the NAME that the ablation's FILE names")
     if arguments.config_path and not names:
         raise ConfigError(f"--config-path {arguments.config_path} needs --config-name NAME, a YAML of that directory")
+    arguments.names = names
     arguments.config = os.path.join(arguments.config_path or "", *(names or [DEFAULT_CONFIG]))
     return arguments
 
@@ -140,10 +148,9 @@ def main(argv: list[str]) -> int:
 def _run_recipe(recipes: list[str], arguments: argparse.Namespace) -> int:
     if arguments.check:
         raise ConfigError("--check proves a machine for one configuration: give the NAME that the recipe's stages use")
-    if len(recipes) > 1 or arguments.config != DEFAULT_CONFIG:
-        raise ConfigError(
-            f"{recipes[0]} names its configuration itself; give one recipe and no other name (got {arguments.config})"
-        )
+    if len(recipes) > 1 or arguments.names:
+        others = ", ".join([*recipes[1:], *arguments.names])
+        raise ConfigError(f"{recipes[0]} names its configuration itself; give one recipe and no other name (got {others})")
     recipe = load_recipe(recipes[0].removeprefix("recipe="))
     words = [word for word in arguments.overrides if word != recipes[0]]
     return execute_recipe(recipe, words, dry_run=arguments.dry_run, show_config=arguments.print_config)

@@ -20,7 +20,7 @@ from rstar2_megatron.extension.user_code import UserCode, UserCodeError, all_use
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.model.tokenizer_files import declared_special_tokens, directory_problems
 from rstar2_megatron.model.weight_files import weight_notes
-from rstar2_megatron.records.checkpoint import complete_checkpoints
+from rstar2_megatron.records.checkpoint import complete_checkpoints, find_resume
 from rstar2_megatron.records.trajectory_files import rollouts_path
 from rstar2_megatron.reward.answer_text import worked_note
 from rstar2_megatron.reward.own import OwnReward
@@ -65,6 +65,10 @@ def check_before_start(
     """
     _raise(arithmetic_problems(settings))
     _raise(output_problems(settings))
+    try:
+        find_resume(settings.runner.resume_dir, run_directory(settings) / "checkpoints")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     _raise(user_code_problems(settings))
     _raise(tool_problems(settings))
     gpus = find_gpus()
@@ -286,7 +290,7 @@ def sampling_problems(settings: Settings) -> Iterator[str]:
     why = "the engine's log-probs are those before truncation, so ratios and gradients would be biased"
     if sampling.top_p < 1:
         yield f"algorithm.sampling_params.top_p={sampling.top_p:g} in training: {why}; set it to 1.0"
-    if sampling.top_k not in (-1, 0):
+    if sampling.top_k != -1:  # SGLang takes no 0
         yield f"algorithm.sampling_params.top_k={sampling.top_k} in training: {why}; set it to -1"
     preferred = str(server.get("preferred_sampling_params", ""))
     if "min_p" in preferred:

@@ -144,7 +144,7 @@ def read_section(path: Path, model: type[S]) -> S:
     """A YAML file of this form. Raises ConfigError."""
     try:
         return model.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, p['loc']))}: {p['msg'].removeprefix('Value error, ')}" for p in error.errors()]

@@ -82,7 +82,7 @@ def load(config: str, overrides: Sequence[str] = (), *, folder: Path | None = No
     origins = origins_of(directory, name, overrides, CONFIG_DIR)
     folders = [folder or directory, users_path(".").resolve()]
     try:
-        notes = rlinf_keys.translate(data)
+        notes = rlinf_keys.translate(data, {word.lstrip("+").partition("=")[0] for word in overrides})
         apply_variant(data, origins)
         notes += resolve_precision(data)
         _read_wording(data)
@@ -147,8 +147,10 @@ def _read_wording(data: dict[str, Any]) -> None:
         if isinstance(tools, str):
             text = users_path(tools).read_text(encoding="utf-8")
             rlinf_keys.put(data, "agentloop.tool_descriptions", yaml.safe_load(text))
-    except OSError as error:
-        raise ValueError(f"a file of agentloop.chat_template or agentloop.tool_descriptions: {error}") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(
+            f"a file of agentloop.chat_template or agentloop.tool_descriptions: {' '.join(str(error).split())}"
+        ) from None
 
 
 def _place_files(data: dict[str, Any], folders: Sequence[Path]) -> None:
@@ -183,7 +185,9 @@ def find_config(config: str) -> tuple[Path, str]:
     path = users_path(config)
     is_path = Path(config).parent != Path(".") or path.is_file()
     if is_path:
-        if path.suffix not in (".yaml", ".yml"):
+        if path.suffix == ".yml":
+            raise ConfigError(f"{path}: Hydra reads .yaml files alone; rename it to {path.stem}.yaml")
+        if path.suffix != ".yaml":
             path = path.with_name(path.name + ".yaml")
         if not path.is_file():
             raise ConfigError(f"no configuration file {path}; {_names_hint(path.stem)}")
@@ -233,7 +237,11 @@ def _compose(directory: Path, name: str, overrides: Sequence[str]) -> dict[str, 
             composed = compose(config_name=name, overrides=words)
         data = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
         placement = yaml.safe_load(placements[-1].lstrip("+").removeprefix(_PLACEMENT)) if placements else None
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name}.yaml or one of its defaults is no UTF-8 text ({error}); save it as UTF-8") from None
+    except RecursionError:
+        raise ConfigError(f"{name}.yaml: its defaults name each other, or it is nested too deeply") from None
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         raise ConfigError(_compose_message(name, error)) from None
     if not isinstance(data, dict):
         raise ConfigError(f"{directory / name}.yaml does not hold a mapping")
@@ -244,7 +252,8 @@ def _compose(directory: Path, name: str, overrides: Sequence[str]) -> dict[str, 
 
 
 def _compose_message(name: str, error: Exception) -> str:
-    text = " ".join(str(error).split()).replace("'++", "'").split(" See https://hydra.cc")[0]
+    said = str(error) or str(error.__cause__ or error.__context__ or repr(error))  # Hydra's own may be empty
+    text = " ".join(said.split()).replace("'++", "'").split(" See https://hydra.cc")[0]
     key = getattr(error, "full_key", None)
     if "Missing mandatory value" in text:
         return f"{key or text} has no value; set it in {name}.yaml or on the command line: {key}=..."
@@ -314,6 +323,8 @@ def nearest_keys(path: str) -> list[str]:
 
 def _unknown_key_message(path: str) -> str:
     near = nearest_keys(path)
+    if path in near:  # "runner.max_steps: 3" in a YAML
+        return f"{path} is one name in the YAML; write it nested: {path.replace('.', ': {')}: ...{'}' * path.count('.')}"
     if near:
         rest = f" (or {', '.join(near[1:])})" if near[1:] else ""
         return f"unknown key {path}; the nearest valid key is {near[0]}{rest}"

@@ -7,7 +7,7 @@ that asks for an algorithm which is not implemented. Any other unknown key is an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 MISSING: Any = object()
@@ -156,9 +156,10 @@ def why_without_meaning(path: str) -> str | None:
     return next((reason for key, reason in WITHOUT_MEANING if path == key or path.startswith(key + ".")), None)
 
 
-def translate(data: dict[str, Any]) -> list[str]:
+def translate(data: dict[str, Any], given: Collection[str] = ()) -> list[str]:
     """Move RLinf's keys to their names here, in place. Returns one note per key that was translated.
 
+    given: keys of the command line, which go before those of the YAML by either name.
     Raises ValueError for a value that is not implemented here.
     """
     for path, here, what in OTHER_TASKS:
@@ -174,11 +175,11 @@ def translate(data: dict[str, Any]) -> list[str]:
             raise ValueError(f"{path}={value!r} is not implemented here; the only value is {allowed[0]!r}")
 
     def move(old: str, new: str, convert: Callable[[Any], Any] = lambda value: value) -> None:
-        """Give the old key's value to the new key, unless the YAML has the new key too."""
+        """Give the old key's value to the new key, unless the YAML has the new key too and the command line not the old."""
         value = take(data, old)
         if value is MISSING or value is None:
             return
-        if get(data, new) in (MISSING, None):
+        if get(data, new) in (MISSING, None) or (old in given and new not in given):
             put(data, new, convert(value))
             notes.append(f"{old}={value!r} read as {new}={convert(value)!r}")
         else:
@@ -186,6 +187,9 @@ def translate(data: dict[str, Any]) -> list[str]:
 
     eps = take(data, "algorithm.ratio_clip_eps")
     sides = ("low", "high")
+    for side in sides if "algorithm.ratio_clip_eps" in given else ():
+        if f"algorithm.clip_ratio_{side}" not in given:
+            drop(data, f"algorithm.clip_ratio_{side}")
     written = [get(data, f"algorithm.clip_ratio_{side}") not in (MISSING, None) for side in sides]
     if eps is not MISSING and all(written):
         notes.append(f"algorithm.ratio_clip_eps={eps!r} not used: clip_ratio_low and clip_ratio_high are written")

@@ -69,6 +69,12 @@ def test_losses_of_more_than_their_sequence_are_found(loss: Any, said: str) -> N
         check_layouts(loss)
 
 
+def test_a_loss_without_a_gradient_at_ratio_1_is_found() -> None:
+    """Where all tokens are in the first update of a step."""
+    with pytest.raises(ValueError, match="the gradient of a token is nan: it must be finite for every ratio, also for 1"):
+        check_layouts(lambda tokens: (((tokens.ratio - 1) ** 2).sqrt() * tokens.advantages, {}))
+
+
 def test_ranks_that_sum_unequally_often_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rstar2_megatron.algorithm.layout_check._PATIENCE_S", 0.5)
     with pytest.raises(ValueError, match="sequence_sum is called on one context-parallel rank and not on another"):

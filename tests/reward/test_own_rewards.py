@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,12 @@ def by_index(problem, trajectory):
         case 7: return {"reward": 1.0}
         case 8: raise SystemExit(2)
     return 0.5
+
+def starting(problem, trajectory):
+    import pathlib, subprocess
+    child = subprocess.Popen(["sleep", "777"])
+    pathlib.Path(__file__).with_name("started").write_text(str(child.pid))
+    child.wait()
 
 class Why(str, enum.Enum):
     GOOD = "good"
@@ -222,6 +229,14 @@ async def test_each_failure_drops_its_trajectory_with_the_reason(make: Any, tmp_
     assert "returned a value of type str" in failed[6][1]
     assert "without 'score'; it has reward" in failed[7][1]
     assert all(t.reward is None and t.finish_reason is FinishReason.INFRASTRUCTURE for t in every if not t.usable)
+
+
+async def test_what_a_function_started_ends_with_its_process(make: Any, tmp_path: Path) -> None:
+    (t,) = await graded(make(function="mine.py:starting", function_timeout_s=3.0), attempt())
+    assert t.user_error == "Timeout"
+    started = int((tmp_path / "started").read_text())
+    with contextlib.suppress(psutil.NoSuchProcess):
+        assert psutil.Process(started).status() == psutil.STATUS_ZOMBIE
 
 
 async def test_what_a_function_returns_becomes_plain(make: Any) -> None:

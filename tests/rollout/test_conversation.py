@@ -105,6 +105,18 @@ async def silent(problem, dialogue): await dialogue.generate()
 async def twice(problem, dialogue):
     await dialogue.generate()
     await dialogue.generate()
+async def at_once(problem, dialogue):
+    await asyncio.gather(dialogue.generate(), dialogue.generate())
+async def in_flight(problem, dialogue):
+    flying = asyncio.create_task(dialogue.generate())
+    await asyncio.sleep(0)
+async def grateful(problem, dialogue):
+    try:
+        while True:
+            await dialogue.generate()
+            dialogue.append("go on")
+    except:
+        return 1.0
 async def early(problem, dialogue): dialogue.append("hello")
 async def failing(problem, dialogue):
     await dialogue.generate()
@@ -294,6 +306,8 @@ async def test_limits_end_a_loop_whatever_it_catches(tokenizer: Any, code: Any) 
     assert len(t.response_ids) <= 150
     t, _ = await run(tokenizer, ["more"], loop=code("grouped"), max_assistant_turns=3)
     assert (t.finish_reason, t.num_turns) == (FinishReason.TURN_LIMIT, 3)
+    t, _ = await run(tokenizer, ["more"], loop=code("grateful"), max_assistant_turns=3)
+    assert (t.finish_reason, t.environment_reward) == (FinishReason.TURN_LIMIT, 0.0)
     t, _ = await run(tokenizer, [("more " * 400, "length")], loop=code("checked"), max_new_tokens=100)
     assert (t.finish_reason, t.environment_reward) == (FinishReason.LENGTH_LIMIT, 0.0)  # not dropped: it earned nothing
 
@@ -334,6 +348,8 @@ async def test_failures_of_an_environment_drop_with_the_reason(
     [
         ("twice", "generate was called twice; append an answer"),
         ("early", "append answers a turn, and there is none yet"),
+        ("at_once", "a turn or a call is still running; await it before what comes next"),
+        ("in_flight", "a turn or a call is still running; await it before what comes next"),
         ("failing", "in failing: KeyError: 'score'"),
         ("leaving", "in leaving: SystemExit: 3"),
         ("forgotten", "in forgotten: CancelledError"),

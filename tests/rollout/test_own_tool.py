@@ -213,6 +213,23 @@ def play(tones: list[Tone], words: set[str], when: Optional[date] = None) -> str
     assert {"format": "date", "type": "string"} in properties["when"]["anyOf"]
 
 
+async def test_a_strict_type_is_read_from_json(tokenizer, tmp_path: Path) -> None:
+    code = """
+import datetime
+from typing import Annotated
+from pydantic import Strict
+
+def step(day: Annotated[datetime.date, Strict()], at: Annotated[tuple[int, int], Strict()]):
+    'Go.'
+    return f"{day.year} {at}"
+"""
+    settings = settings_of(
+        tmp_path, code.replace("'Go.'", "'''Go.\n\n    Args:\n        day: D.\n        at: A.\n    '''"), "own.py:step"
+    )
+    trajectory, _ = await run(tokenizer, settings, call("step", day="2026-11-29", at=[1, 2]))
+    assert outcomes(trajectory) == [("ok", "2026 (1, 2)")]
+
+
 async def test_a_field_of_annotated_describes_and_limits_its_parameter(tokenizer, tmp_path: Path) -> None:
     """As in tools for MCP; a line of the docstring comes before it. A bare list is an array, not transformers' object."""
     code = """

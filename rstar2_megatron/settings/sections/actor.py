@@ -29,10 +29,10 @@ class OptimSettings(Section):
     optimizer: Literal["adam"] = "adam"
     lr: float = Field(1e-6, gt=0)
     min_lr: float = Field(0.0, ge=0)
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
-    adam_eps: float = 1e-8
-    weight_decay: float = 0.01
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    adam_beta2: float = Field(0.999, ge=0, lt=1)
+    adam_eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.01, ge=0)
     clip_grad: float = Field(1.0, gt=0)
     use_distributed_optimizer: bool = True
     optimizer_cpu_offload: bool = False

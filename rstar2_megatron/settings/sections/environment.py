@@ -221,7 +221,7 @@ class AgentLoopSettings(Section):
 class CodeJudgeSettings(Section):
     host_addr: str | None = None
     """Address of a running judge; null: the run starts its own on loopback."""
-    host_port: int | None = None
+    host_port: int | None = Field(None, ge=1, le=65535)
     """null: a free port."""
     redis_uri: str | None = None
     """URI of a running Redis, e.g. redis://host:6379/0; null: the run starts its own on loopback."""

@@ -24,9 +24,9 @@ class SFTPhaseSettings(Section):
     min_lr_ratio: float = Field(0.05, ge=0, le=1)
     warmup_steps: int = Field(50, ge=0)
     decay: Literal["constant", "cosine", "linear"] = "cosine"
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.98
-    weight_decay: float = 0.01
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    adam_beta2: float = Field(0.98, ge=0, lt=1)
+    weight_decay: float = Field(0.01, ge=0)
     shuffle: bool = True
     """False keeps the order of the file (a curriculum)."""
 
@@ -49,8 +49,8 @@ class SFTSettings(Section):
     lr_decay_style: Literal["constant", "cosine", "linear"] = "cosine"
     shuffle: bool = True
     """False keeps the order of the files (a curriculum)."""
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.999
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    adam_beta2: float = Field(0.999, ge=0, lt=1)
     weight_decay: float = Field(0.01, ge=0)
     max_length: int | None = Field(None, ge=8)
     """Tokens of a conversation; longer ones are truncated. null: runner.seq_length."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from rstar2_megatron.settings.sections.base import Section
 
@@ -13,6 +13,13 @@ Steps = Annotated[
     BeforeValidator(lambda value: [value] if isinstance(value, int) and not isinstance(value, bool) else value),
 ]
 """Step numbers from 1; a single number is read as a list."""
+
+
+def _one_name(name: str) -> str:
+    """A directory of that name is the run's own. Raises ValueError."""
+    if not name.strip() or name in (".", "..") or "/" in name:
+        raise ValueError("give one name, without /: the run's directory is {output_dir}/{experiment_name}")
+    return name
 
 
 class AssumedNode(Section):
@@ -99,7 +106,7 @@ class RunnerSettings(Section):
     """reasoning: GRPO-RoC (RLinf's name); sft: supervised fine-tuning; difficulty_filter: drop the problems that the
     model always solves; search: trees of data.train_data_paths; preference: train a process preference model on such trees.
     """
-    experiment_name: str
+    experiment_name: Annotated[str, AfterValidator(_one_name)]
     output_dir: str = "results"
     """A run writes to {output_dir}/{experiment_name}/."""
     logger: LoggerSettings
