@@ -189,7 +189,8 @@ class Comparison:
             return name, f"{value} , {elements[-1]}"
         if len(elements) > 1:
             named = [self.named(element) for element in elements]
-            if len(named) == 2 and named[0][0] == named[1][0] and (reals := (named[0][0], "( - \\infty , \\infty )")) in named:
+            reals = (named[0][0], "( - \\infty , \\infty )")
+            if len(named) == 2 and named[0][0] == named[1][0] and reals in named and "or" not in joints:
                 return next((x for x in named if x != reals), reals)  # x \in \mathbb{R}, x \ne 0
             first, names, values = named[0][0], {name for name, _ in named}, [value for _, value in named]
             if "or" in joints and len(names) > 1 and "" not in names:  # x = 0 or y = 0
