@@ -56,7 +56,7 @@ def test_a_key_of_the_command_line_goes_before_the_yaml_by_either_name() -> None
     "word",
     [
         "actor.optim.adam_beta1=1.5", "actor.optim.adam_beta2=-1", "actor.optim.adam_eps=0", "actor.optim.weight_decay=-1",
-        "actor.optim.lr=.inf", "algorithm.clip_ratio_high=.inf", "reward.timeout_s=.inf", "tools.codejudge.host_port=99999",
+        "actor.optim.lr=inf", "algorithm.clip_ratio_high=inf", "reward.timeout_s=inf", "tools.codejudge.host_port=99999",
         "runner.experiment_name=''", "runner.experiment_name=..", "runner.experiment_name=a/b",
     ],
 )  # fmt: skip
