@@ -193,6 +193,11 @@ class Trajectory(PerToken):
     session: str = ""  # name of its live interpreter in the judge
     held: HeldTokens | None = None
 
+    def note_failed_close(self, error: str, kind: str) -> None:
+        """A `close` of the user's code failed: that is counted and told, and the trajectory stays."""
+        if not self.error:
+            self.error, self.user_error = error, kind
+
     @property
     def num_turns(self) -> int:
         return len(self.assistant_texts)

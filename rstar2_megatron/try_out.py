@@ -22,6 +22,7 @@ from typing import Any, NoReturn, cast
 
 from pydantic import ValidationError
 
+from rstar2_megatron.extension.positional import known_as
 from rstar2_megatron.extension.user_code import FOLDERS, UserCode, UserCodeError
 from rstar2_megatron.reward.own import is_reward
 from rstar2_megatron.reward.rewards import Rewards
@@ -59,11 +60,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     read_as = ""
     try:
         code = UserCode.model_validate(words.code, context={FOLDERS: [users_path(".").resolve()]})
-        if is_reward(code.load()):
+        kind = "reward" if is_reward(code.load()) else _conversation_kind(code.load())
+        if kind:
+            _check_keys(words.args)
+        if kind == "reward":
             limits = {"arguments": words.settings, "function_timeout_s": words.timeout_s}
             with Rewards(RewardSettings(function=code, **limits)) as rewards:
                 return asyncio.run(_try_reward(rewards, code, words.args, words.extra))
-        if kind := _is_conversation(code.load()):
+        if kind:
             limits = {"environment_timeout_s": words.timeout_s, "environment_settings": words.settings}
             conversations = Conversations(AgentLoopSettings.model_validate({kind: code, **limits}))
             return asyncio.run(_try_conversation(conversations, words.args, words.extra))
@@ -78,11 +82,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return asyncio.run(_try(tool, words.args, Problem("try_out", [{"role": "user", "content": ""}], [], extra=words.extra)))
 
 
-def _is_conversation(code: Any) -> str:
+def _conversation_kind(code: Any) -> str:
     """environment, loop, or ""."""
     if inspect.isclass(code) and hasattr(code, "reset") and hasattr(code, "step"):
         return "environment"
-    return "loop" if inspect.iscoroutinefunction(code) and "dialogue" in inspect.signature(code).parameters else ""
+    if not inspect.iscoroutinefunction(code):
+        return ""
+    parameters = list(inspect.signature(code).parameters.values())
+    names = [known_as(one, ["dialogue"]) for one in parameters]
+    second_is_untyped = names[0:1] == ["problem"] and [one.annotation for one in parameters[1:]] == [inspect.Parameter.empty]
+    return "loop" if "dialogue" in names or second_is_untyped else ""  # a tool's parameters have types
 
 
 class _Turns:
@@ -117,6 +126,15 @@ class _Turns:
     def report_progress(self, more: int) -> None: ...
 
 
+def _check_keys(calls: Sequence[dict[str, Any]]) -> None:
+    """Of `--args` for a reward or a conversation. Raises ValueError."""
+    if unknown := [key for given in calls for key in given if key not in ("response", "solutions")]:
+        raise ValueError(
+            f"--args takes response and solutions here, not {unknown[0]!r}; columns of the problem go into --extra, "
+            "arguments of the code into --settings"
+        )
+
+
 def _solutions(given: dict[str, Any]) -> list[str]:
     """Of `--args`; a text or a number is the only one."""
     value = given.get("solutions", [])
@@ -127,16 +145,22 @@ async def _try_conversation(conversations: Conversations, calls: Sequence[dict[s
     solutions = next((_solutions(given) for given in calls if "solutions" in given), [])
     problem = Problem("try_out", [{"role": "user", "content": "(the problem)"}], solutions, extra=extra)
     try:
-        conversation = await conversations.begin(problem, time.monotonic() + _DEADLINE_S)
-        print(conversation.problem.prompt[-1]["content"])
-        dialogue = Dialogue(_Turns([str(given.get("response", "")) for given in calls]), conversation.label)
-        reward = await conversation.run(dialogue)
+        turns = _Turns([str(given.get("response", "")) for given in calls])
+        deadline = time.monotonic() + _DEADLINE_S
+        async with conversations.begin(problem, deadline, turns.trajectory.note_failed_close) as conversation:
+            print(conversation.problem.prompt[-1]["content"])
+            dialogue = Dialogue(turns, conversation.label)
+            reward = await conversation.run(dialogue)
     except UserCodeError as error:
         print(f"\nthe trajectory is dropped:\n    {error}")
         return 1
     over = dialogue.ending is FinishReason.ANSWERED
     print(f"\n{'over' if over else 'not over: give the next turn by --args'}; reward {reward}")
-    return 0
+    if reward is None:
+        print("    With reward.function=environment the trajectory is dropped: the loop set no reward.")
+    if turns.trajectory.error:
+        print(f"    {turns.trajectory.error}")
+    return int(bool(turns.trajectory.error))
 
 
 async def _try_reward(rewards: Rewards, code: UserCode, calls: Sequence[dict[str, Any]], extra: dict[str, Any]) -> int:
@@ -145,6 +169,8 @@ async def _try_reward(rewards: Rewards, code: UserCode, calls: Sequence[dict[str
         problem = Problem("try_out", [{"role": "user", "content": ""}], _solutions(given), extra=extra)
         text = str(given.get("response", ""))
         trajectory = Trajectory("try_out", 0, assistant_texts=[text], finish_reason=FinishReason.ANSWERED)
+        tokens = len(text) // 4 + 1  # about as many as a tokenizer makes
+        trajectory.append([0] * tokens, [0.0] * tokens)
         begun = time.perf_counter()
         await rewards.grade([(problem, trajectory)])
         took_ms = 1000 * (time.perf_counter() - begun)

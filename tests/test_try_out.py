@@ -96,7 +96,11 @@ def test_an_environment_is_played_with_given_turns(capsys: pytest.CaptureFixture
     ("body", "code", "said"),
     [
         ("await dialogue.generate()\n    return 0.5", 0, "over; reward 0.5"),
-        ("while await dialogue.generate() != 'b': dialogue.append('no')", 0, 'ms: no\n\nturn "b"\n\nover; reward None'),
+        (
+            "while await dialogue.generate() != 'b': dialogue.append('no')",
+            0,
+            'ms: no\n\nturn "b"\n\nover; reward None\n    With',
+        ),
         ("await dialogue.generate()\n    await dialogue.generate()", 1, "own.py:f: generate was called twice"),
         ("await dialogue.generate()\n    dialogue.finish('x')", 1, "own.py:f: the loop gave the reward 'x'"),
         ("await dialogue.generate()\n    await dialogue.call_tool('t', {})", 1, "try_out runs no tools for a loop"),
@@ -110,6 +114,24 @@ def test_a_loop_gets_the_given_turns(
     path.write_text(f"async def f(problem, dialogue):\n    {body}\n")
     assert main([f"{path}:f", "--args", '{"response": "a"}', "--args", '{"response": "b"}']) == code
     assert said in capsys.readouterr().out
+
+
+def test_a_loop_by_the_place_of_its_parameters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(
+        "async def f(problem, d):\n    return len(await d.generate())\n"
+        "async def g(problem, trajectory):\n    return len('x' * trajectory.response_tokens) / trajectory.response_tokens\n"
+    )
+    assert main([f"{path}:f", "--args", '{"response": "abc"}']) == 0
+    assert "over; reward 3.0" in capsys.readouterr().out
+    assert main([f"{path}:g", "--args", '{"response": "abc"}']) == 0
+    assert "ms: reward 1 " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("code", [f"{ROOT}/examples/extend/rewards.py:tool_use", f"{ROOT}/examples/extend/game.py:HigherLower"])
+def test_other_keys_of_args_are_refused(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([code, "--args", '{"response": "7", "solution": ["7"]}']) == 2
+    assert "--args takes response and solutions here, not 'solution'" in capsys.readouterr().err
 
 
 def test_what_is_no_json(capsys: pytest.CaptureFixture[str]) -> None:

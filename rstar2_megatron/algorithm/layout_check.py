@@ -109,8 +109,9 @@ def check_layouts(loss: PolicyLoss, algorithm: AlgorithmSettings | None = None) 
     for what, values in zip(("loss", "gradient"), whole, strict=True):
         if not values.isfinite().all():
             raise ValueError(
-                f"the {what} of a token is {float(values[~values.isfinite()][0])}: it must be finite for every ratio, also for "
-                "1, where the first update of a step is (the square root of a square has no gradient there)"
+                f"the {what} of a token is {float(values[~values.isfinite()][0])}: it must be finite for every advantage, also "
+                "for 0, and for every ratio, also for 1, where the first update of a step is (the square root of a square has "
+                "no gradient there)"
             )
     for microbatches, ranks in (([everything[::-1]], 1), ([[2], [0, 3], [1]], 1), ([everything], 2), ([[3, 0], [1], [2]], 4)):
         try:
@@ -130,7 +131,7 @@ def check_layouts(loss: PolicyLoss, algorithm: AlgorithmSettings | None = None) 
 
 
 def _trial(algorithm: AlgorithmSettings) -> dict[str, Tensor]:
-    """Tensors of a batch that has ratios on both sides of the clips, with advantages of turns where these are on."""
+    """Tensors of a batch with ratios on both sides of the clips and of 1, and with advantages of turns where these are on."""
     generator, lengths = torch.Generator().manual_seed(0), torch.tensor(_LENGTHS)
     old = -3 * torch.rand(sum(_LENGTHS), generator=generator, dtype=torch.float64) - 0.1
     signs = torch.tensor([1.0, -1.0, -0.5, 0.7], dtype=torch.float64)
@@ -140,6 +141,7 @@ def _trial(algorithm: AlgorithmSettings) -> dict[str, Tensor]:
         advantages = advantages * 0.8 ** (position // 3)
     logprobs = old + 0.5 * torch.randn(sum(_LENGTHS), generator=generator, dtype=torch.float64)
     logprobs[::5] = old[::5]  # as all are in the first update of a step
+    advantages[2] = 0.0  # as of a turn that has none to be compared with
     return {
         "logprobs": logprobs,
         "old_logprobs": old,

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rstar2_megatron.data.conversation import role_and_text
 from rstar2_megatron.data.json_text import exact_number, unreadable
 from rstar2_megatron.data.rows import DataError, Input, data_input
@@ -132,6 +134,8 @@ def _read(one: Input, stem: str, state: tuple[int, ...], columns: Columns) -> tu
                     f"{row.where}: data.rows={columns.rows.label if columns.rows else ''} returned a "
                     f"{type(values).__name__}; return a dict, a Problem, or None to drop the row"
                 )
+            if odd := [key for key in values if not isinstance(key, str)]:
+                raise DataError(f"{row.where}: data.rows returned a row with the key {odd[0]!r}; a column's name is a text")
         values = _with_answer(values, columns)
         if missing := [key for key in (columns.prompt, columns.answer) if key not in values]:
             words = [f"data.{key}={name}" for key, name in proposed_keys(values, columns).items()]
@@ -182,11 +186,11 @@ def problem_of(row: dict[str, Any], where: str, prompt_key: str, answer_key: str
     known = {prompt_key, answer_key, "query_id", "task"}
     given = {key: value for key, value in row.items() if value is not None}
     answers = _listed(row[answer_key], where, answer_key)
-    solutions = answers if isinstance(answers, list) else [answers]
+    solutions = list(answers) if isinstance(answers, list | tuple | np.ndarray) else [answers]
     extra = {key: value for key, value in row.items() if key not in known}
     try:
         text = json.dumps(extra, ensure_ascii=False)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise DataError(f"{where}: a column is no JSON ({error}); leave it out, or map it by data.rows") from None
     if fault := unreadable(text):
         raise DataError(f"{where}: the row has {fault}")
@@ -224,6 +228,7 @@ def _literal(text: str) -> Any:
 
 
 def _text(value: Any, where: str, key: str, expected: str = "") -> str:
+    value = value.item() if isinstance(value, np.generic) else value
     if not exact_number(value) and not (isinstance(value, str) and value.strip()):
         raise DataError(f"{where}: {key!r} must be {expected}a text or an exact number, got {value!r}")
     return _readable(str.__str__(value) if isinstance(value, str) else str(value), where, key, _IN_ANSWER)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pickle
 import signal
@@ -11,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from multiprocessing.connection import Pipe
+from multiprocessing.connection import Pipe, wait
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -55,6 +56,7 @@ class GradingProcess:
                     env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
                     start_new_session=True,  # so that what the user's code started ends with it
                 )
+            self._ended = io.FileIO(os.pidfd_open(self._process.pid))
         self.send(self._about)
         if (reply := self.reply(START_TIMEOUT_S)) != b"ready":
             self._check_open()  # perhaps it was closed meanwhile
@@ -89,10 +91,12 @@ class GradingProcess:
         """The next reply. None: it did not come in time (`hung`) or the process died, which is then ended."""
         self.hung = False
         try:
-            if self._pipe.poll(timeout_s):
+            # A process that the user's code forked may hold the pipe open behind the end of the one that is asked.
+            ready = wait([self._pipe, self._ended.fileno()], timeout_s)
+            if self._pipe in ready:
                 return self._pipe.recv_bytes()
-            self.hung = True
-        except (EOFError, OSError):
+            self.hung = not ready
+        except (EOFError, OSError, ValueError):  # ValueError: closed meanwhile
             with contextlib.suppress(subprocess.TimeoutExpired):  # its exit code comes a moment later
                 assert self._process is not None
                 self._process.wait(1.0)
@@ -107,6 +111,7 @@ class GradingProcess:
             self._process.kill()
             self._process.wait()
             self._pipe.close()
+            self._ended.close()
 
     def close(self) -> None:
         """End the process for good, from any thread; whoever waits for it finds it dead."""

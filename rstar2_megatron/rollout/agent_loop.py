@@ -140,15 +140,15 @@ class AgentLoop:
         trajectory = resume or Trajectory(problem.query_id, rollout_index)
         try:
             deadline = started + self.timeout_s - trajectory.seconds
-            conversation = await self.conversations.begin(problem, deadline)
-            trajectory.opening = conversation.opening
-            if not len(trajectory.prompt_ids):
-                trajectory.prompt_ids = np.array(self.template.prompt_ids(conversation.problem), np.int32)
-            self.tools.expect(trajectory)
-            turns = Turns(self, problem, trajectory, deadline, on_progress, preemption, one_turn, number)
-            dialogue = Dialogue(turns, conversation.label)
-            trajectory.environment_reward = await conversation.run(dialogue)  # what is recorded already is replayed
-            trajectory.finish_reason = dialogue.ending
+            async with self.conversations.begin(problem, deadline, trajectory.note_failed_close) as conversation:
+                trajectory.opening = conversation.opening
+                if not len(trajectory.prompt_ids):
+                    trajectory.prompt_ids = np.array(self.template.prompt_ids(conversation.problem), np.int32)
+                self.tools.expect(trajectory)
+                turns = Turns(self, problem, trajectory, deadline, on_progress, preemption, one_turn, number)
+                dialogue = Dialogue(turns, conversation.label)
+                trajectory.environment_reward = await conversation.run(dialogue)  # what is recorded already is replayed
+                trajectory.finish_reason = dialogue.ending
         except Parked:
             parked = not self.cutting
             trajectory.finish_reason = None if parked else FinishReason.CUT

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
 import math
 import reprlib
 import time
-from collections.abc import Awaitable, Callable
+import types
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,25 +63,37 @@ class Conversations:
         elif settings.loop is not None:
             _check_loop(settings.loop, self._target)
 
-    async def begin(self, problem: Problem, deadline: float) -> Conversation:
-        """deadline: of the trajectory, by `time.monotonic`."""
+    @contextlib.asynccontextmanager
+    async def begin(
+        self, problem: Problem, deadline: float, note_failed_close: Callable[[str, str], None] = lambda error, kind: None
+    ) -> AsyncIterator[Conversation]:
+        """deadline: of the trajectory, by `time.monotonic`. Behind it the environment is closed."""
         if self._code is None:
-            return Conversation(problem, _call_tools)
+            yield Conversation(problem, _call_tools)
+            return
         problem = copy.deepcopy(problem)  # the user's code may change it, and other trajectories have the same
         user = _UsersCode(self._code, self._settings.environment_timeout_s, deadline)
         if self._settings.environment is None:
-            return Conversation(problem, functools.partial(_own_loop, user, self._target, problem), user.label)
+            yield Conversation(problem, functools.partial(_own_loop, user, self._target, problem), user.label)
+            return
         environment = await user.call(self._target, **self._settings.environment_settings)
-        observation = await user.call(environment.reset, problem)
-        if isinstance(observation, tuple):  # Gymnasium's (observation, info)
-            observation = observation[0]
-        words = "" if observation is None else user.text(observation, "reset")
-        if words:
-            prompt = [dict(message) for message in problem.prompt]
-            last = max(i for i, message in enumerate(prompt) if message["role"] == "user")
-            prompt[last]["content"] += f"\n\n{words}"
-            problem = replace(problem, prompt=prompt)
-        return Conversation(problem, functools.partial(_play, user, environment.step), user.label, words)
+        try:
+            observation = await user.call(environment.reset, problem)
+            if isinstance(observation, tuple):  # Gymnasium's (observation, info)
+                observation = observation[0]
+            words = "" if observation is None else user.text(observation, "reset")
+            if words:
+                prompt = [dict(message) for message in problem.prompt]
+                last = max(i for i, message in enumerate(prompt) if message["role"] == "user")
+                prompt[last]["content"] += f"\n\n{words}"
+                problem = replace(problem, prompt=prompt)
+            yield Conversation(problem, functools.partial(_play, user, environment.step), user.label, words)
+        finally:
+            if callable(closing := getattr(environment, "close", None)):
+                try:
+                    await replace(user, deadline=math.inf).call(closing)
+                except UserCodeError as error:
+                    note_failed_close(str(error), error.kind)
 
 
 async def _call_tools(dialogue: Dialogue) -> None:
@@ -101,9 +115,11 @@ async def _play(user: _UsersCode, step: Callable[[str], Any], dialogue: Dialogue
         dialogue.append(user.text(observation, "step"))
 
 
-async def _own_loop(user: _UsersCode, loop: Callable[..., Awaitable[Any]], problem: Problem, dialogue: Dialogue) -> None:
+async def _own_loop(
+    user: _UsersCode, loop: Callable[..., Coroutine[Any, Any, Any]], problem: Problem, dialogue: Dialogue
+) -> None:
     try:
-        reward = await loop(problem, dialogue)
+        reward = await _until_ignored(loop(problem, dialogue), dialogue)
     except BaseException as error:
         if isinstance(error, BaseExceptionGroup) and error.subgroup(Left):  # of an asyncio.TaskGroup
             raise Left from error
@@ -112,6 +128,26 @@ async def _own_loop(user: _UsersCode, loop: Callable[..., Awaitable[Any]], probl
         raise user.failed(error) from error
     if reward is not None and dialogue.ending is None:  # at a limit what it had earned before counts, whatever it catches
         dialogue.reward = reward
+
+
+@types.coroutine
+def _until_ignored(running: Coroutine[Any, Any, Any], dialogue: Dialogue) -> Generator[Any, Any, Any]:
+    """What the loop returns. Raises Left where it goes on behind the dialogue's end; its code is then not run on."""
+    value, error = None, None
+    while True:
+        try:
+            awaited = running.send(value) if error is None else running.throw(error)
+        except StopIteration as end:
+            return end.value
+        if dialogue.ignored:
+            with contextlib.suppress(BaseException):  # it may ignore this too
+                running.close()
+            raise Left
+        value, error = None, None
+        try:
+            value = yield awaited
+        except BaseException as thrown:
+            error = thrown
 
 
 @dataclass(frozen=True)
@@ -192,6 +228,8 @@ def _check_environment(code: UserCode, target: Any, settings: dict[str, Any]) ->
     _check_call(code, target, (), settings, "agentloop.environment_settings")
     _check_call(code, made.reset, (None, None), {}, "reset(problem)")
     _check_call(code, made.step, (None, ""), {}, "step(text)")
+    if callable(getattr(made, "close", None)):
+        _check_call(code, made.close, (None,), {}, "close()")
 
 
 def _check_loop(code: UserCode, target: Any) -> None:

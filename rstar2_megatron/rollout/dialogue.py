@@ -8,6 +8,7 @@ with the same texts.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -54,6 +55,8 @@ class Dialogue:
         """Why the conversation is over; None: it goes on later (a step of a search)."""
         self.failure: BaseException | None = None
         """What ended it from below, of the engine, the tools or the scheduler."""
+        self.ignored = False
+        """The loop goes on behind the end, because it catches every exception."""
         self._label = label
         self._turns = turns
         self._trajectory = turns.trajectory
@@ -87,7 +90,7 @@ class Dialogue:
 
         A turn that reaches the token budget or `agentloop.max_assistant_turns` ends the trajectory.
         """
-        self._check_over()
+        await self._begin()
         t = self._trajectory
         if self._turn:
             self._open_next_turn()
@@ -114,7 +117,7 @@ class Dialogue:
         Calls in the last turn that is allowed end the trajectory, and so do `agentloop.max_identical_calls` and
         `max_malformed_turns`.
         """
-        self._check_over()
+        await self._begin()
         if self._answered or self._loops_calls:
             raise self._misused("call_tools comes once a turn, and not behind append or call_tool")
         calls = self._turns.template.parse_calls(self.text) if self._turns.template.schemas else []
@@ -136,7 +139,7 @@ class Dialogue:
 
     async def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolCall:
         """A call that the loop makes, not the model; the model sees of it what the loop appends."""
-        self._check_over()
+        await self._begin()
         if not self._turn or self._answered:
             raise self._misused("call_tool comes behind a turn, and before append; call_tools runs what the model wrote")
         call = self._turns.check_call(name, arguments)
@@ -210,6 +213,12 @@ class Dialogue:
 
     def _misused(self, what: str) -> UserCodeError:
         return UserCodeError(f"{self._label}: {what}")
+
+    async def _begin(self) -> None:
+        if self._over:
+            self.ignored = True
+            await asyncio.sleep(0)  # the loop's code is left here
+        self._check_over()
 
     def _check_over(self) -> None:
         if self._over:

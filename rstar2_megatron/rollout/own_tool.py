@@ -126,7 +126,8 @@ class OwnTool(LimitedTool):
             return self._answer(await self._limited(self._call, {**self._given, **values}))
         old = time.monotonic() - _IDLE_S
         for session in [s for s, state in self._states.items() if state.used < old and not state.lock.locked()]:
-            await self.close(session, context.judge)
+            with contextlib.suppress(UserCodeError):  # of another trajectory
+                await self.close(session, context.judge)
         state = self._states.setdefault(context.session, _State())
         async with state.lock:
             state.used = time.monotonic()
@@ -180,6 +181,8 @@ class OwnTool(LimitedTool):
                 place = ".".join(str(part) for part in (name, *first["loc"]))
                 said = first["msg"].removeprefix("Value error, ")
                 raise Malformed(f'Argument "{place}": {said[:1].lower()}{said[1:]}, got {json_type(first["input"])}.') from None
+            except Exception as error:  # of a validator of the user's
+                raise UserCodeError(f"argument {name!r} of {self.code.label}: {self.code.blame(error)}") from error
         return values
 
     # ------------------------------------------------------------------------------------ trajectory's state
@@ -190,8 +193,10 @@ class OwnTool(LimitedTool):
     async def close(self, session: str, judge: Judge) -> None:
         state = self._states.pop(session, None)
         if state is not None and callable(closing := getattr(state.instance, "close", None)):
-            with contextlib.suppress(ToolError, TookTooLong, UserCodeError):  # the trajectory is complete without it
+            try:
                 await self._limited(closing, {})
+            except (ToolError, TookTooLong) as error:
+                raise UserCodeError(f"tool {self.code.label} was not closed: {error}") from error
 
 
 # ---------------------------------------------------------------------------------------------- its schema
@@ -250,6 +255,28 @@ def _is_plain(annotation: Any) -> bool:
     return annotation in _PLAIN or kind is Literal or (kind in _NESTED and all(map(_is_plain, get_args(annotation))))
 
 
+def _on_one_line_each(doc: str) -> str:
+    """A docstring up to its `Args:`, and each entry of these on one line.
+
+    transformers takes a line of a description that begins with a word and a colon for an entry, and a further section as well.
+    """
+    before, header, behind = [*re.split(r"(?m)(^ *Args: *$)", doc, maxsplit=1), "", ""][:3]
+    entries: list[str] = []
+    for line in filter(str.strip, behind.splitlines()):
+        depth = _depth(line)
+        if depth <= _depth(header):
+            break
+        if entries and depth > _depth(entries[0]):
+            entries[-1] += f" {line.strip()}"
+        else:
+            entries.append(line)
+    return "\n".join([before + header, *entries])
+
+
+def _depth(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
 def _schema(
     label: str,
     name: str,
@@ -263,7 +290,7 @@ def _schema(
 
     if not doc:
         raise UserCodeError(f"{label} has no docstring; write what the tool does, and under `Args:` what each parameter is")
-    doc = re.sub(r"(?m)^(\s*\w+) \(.+?\):", r"\1:", doc)  # `x (int): what it is`
+    doc = re.sub(r"(?m)^(\s*\w+) \(.+?\):", r"\1:", _on_one_line_each(doc))  # `x (int): what it is`
     own_words = [n for n, kind in by_pydantic.items() if "description" in kind and not re.search(rf"(?m)^\s+{n}:", doc)]
     listed = {n: one for n, one in parameters.items() if n not in own_words}
 

@@ -74,7 +74,7 @@ class Tool:
         """The trajectory continues: a lost state is a failure from here on."""
 
     async def close(self, session: str, judge: Judge) -> None:
-        """The trajectory has ended. Does not raise."""
+        """The trajectory has ended. Raises UserCodeError alone."""
 
 
 class LimitedTool(Tool):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import time
 import uuid
@@ -95,9 +94,13 @@ class ToolRunner:
         """Close the trajectory's state in its tools, if it has any."""
         if trajectory.session:
             for tool in self._with_state:
-                with contextlib.suppress(TimeoutError):  # the judge also ends the session after its time to live
+                try:
                     async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                         await tool.close(trajectory.session, self.judge)
+                except TimeoutError:
+                    pass  # the judge also ends the session after its time to live
+                except UserCodeError as error:
+                    trajectory.note_failed_close(str(error), error.kind)
             trajectory.session = ""
 
     async def _run_one(

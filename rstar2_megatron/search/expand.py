@@ -54,10 +54,10 @@ class Expander:
         Raises ExpansionSpoiled when the environment cannot begin.
         """
         try:
-            conversation = await self.loop.conversations.begin(problem, time.monotonic() + self.loop.timeout_s)
+            async with self.loop.conversations.begin(problem, time.monotonic() + self.loop.timeout_s) as conversation:
+                return self.loop.template.prompt_ids(conversation.problem)
         except UserCodeError as error:
             raise ExpansionSpoiled(f"{problem.query_id}: {error}") from error
-        return self.loop.template.prompt_ids(conversation.problem)
 
     async def expand(self, problem: Problem, node: Node, count: int) -> list[Step]:
         """`count` candidates for the step after `node`, with values.

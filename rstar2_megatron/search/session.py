@@ -90,10 +90,10 @@ async def _conversations(problems: Sequence[Problem], sampling: SamplingSettings
     rows = []
     for _, row in TreeFile(trees, {}).rows():
         if (problem := by_id.get(row["query_id"])) is not None:
-            begun = await conversations.begin(problem, math.inf)
-            for leaf in best_right(tree_of(row)):
-                segments = conversation(template, begun.problem, leaf.steps)
-                rows.append({"segments": [[text, int(trained)] for text, trained in segments]})
+            async with conversations.begin(problem, math.inf) as begun:
+                for leaf in best_right(tree_of(row)):
+                    segments = conversation(template, begun.problem, leaf.steps)
+                    rows.append({"segments": [[text, int(trained)] for text, trained in segments]})
     return rows
 
 

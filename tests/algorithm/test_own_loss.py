@@ -71,8 +71,14 @@ def test_losses_of_more_than_their_sequence_are_found(loss: Any, said: str) -> N
 
 def test_a_loss_without_a_gradient_at_ratio_1_is_found() -> None:
     """Where all tokens are in the first update of a step."""
-    with pytest.raises(ValueError, match="the gradient of a token is nan: it must be finite for every ratio, also for 1"):
+    with pytest.raises(ValueError, match="the gradient of a token is nan: it must be finite for every advantage, also for 0"):
         check_layouts(lambda tokens: (((tokens.ratio - 1) ** 2).sqrt() * tokens.advantages, {}))
+
+
+def test_a_loss_that_divides_by_the_advantage_is_found() -> None:
+    """It is 0 where a turn has none to be compared with."""
+    with pytest.raises(ValueError, match=r"the loss of a token is (nan|inf|-inf): it must be finite"):
+        check_layouts(lambda tokens: (-tokens.ratio / tokens.advantages, {}))
 
 
 def test_ranks_that_sum_unequally_often_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -348,6 +348,13 @@ def test_rows_hold_no_classes_of_the_users(tmp_path: Path) -> None:
     assert values == ["sum", "sum", "sum", 2, "sum"] and [type(v) for v in values] == [str, str, str, int, str]
 
 
+def test_answers_of_numpy_and_in_a_tuple(tmp_path: Path) -> None:
+    for answers, read in {"(1, '2')": ["1", "2"], "np.int64(42)": ["42"], "np.array([3, 4])": ["3", "4"]}.items():
+        text = f"import numpy as np\ndef row(row): return {{'prompt': 'a', 'solutions': {answers}}}"
+        (problem, *_) = read_problems([write_rows(tmp_path / "a.jsonl", ROWS)], own(tmp_path, text))
+        assert problem.solutions == read
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -358,6 +365,15 @@ def test_rows_hold_no_classes_of_the_users(tmp_path: Path) -> None:
         (
             "def row(row): return [row]",
             r"a.jsonl:1: data.rows=my_data.py:row returned a list; return a dict, a Problem, or None",
+        ),
+        (
+            "def row(row): return {'prompt': 'a', 'solutions': '1', 3: 4}",
+            r"a.jsonl:1: data.rows returned a row with the key 3; a column's name is a text",
+        ),
+        (
+            "def row(row):\n    deep = []\n    for _ in range(100_000): deep = [deep]\n"
+            "    return {'prompt': 'a', 'solutions': '1', 'x': deep}",
+            r"a.jsonl:1: a column is no JSON \(.*map it by data.rows",
         ),
         ("def row(row): return {}", r"a.jsonl:1: row without 'prompt'; it has nothing; map it by data.rows"),
         ("def row(row): return {'prompt': '', 'solutions': '1'}", r"a.jsonl:1: 'prompt' is empty"),

@@ -71,6 +71,11 @@ def by_index(problem, trajectory):
         case 8: raise SystemExit(2)
     return 0.5
 
+def forking(problem, trajectory):
+    if os.fork() == 0:
+        time.sleep(60)
+    os._exit(3)
+
 def starting(problem, trajectory):
     import pathlib, subprocess
     child = subprocess.Popen(["sleep", "777"])
@@ -229,6 +234,13 @@ async def test_each_failure_drops_its_trajectory_with_the_reason(make: Any, tmp_
     assert "returned a value of type str" in failed[6][1]
     assert "without 'score'; it has reward" in failed[7][1]
     assert all(t.reward is None and t.finish_reason is FinishReason.INFRASTRUCTURE for t in every if not t.usable)
+
+
+@pytest.mark.timeout(60)
+async def test_a_process_that_forked_and_ended_is_not_waited_for(make: Any) -> None:
+    """Its child holds the pipe open."""
+    (t,) = await graded(make(function="mine.py:forking", function_timeout_s=900.0), attempt())
+    assert t.user_error == "Killed" and "it ended" in t.error
 
 
 async def test_what_a_function_started_ends_with_its_process(make: Any, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +84,22 @@ class Changing:
         return Word.GO
     def step(self, text): return Word.GO, 0.0, False
 
+CLOSED = []
+
+class Closing(Game):
+    def __init__(self, how="", secret=7):
+        super().__init__(secret)
+        self.how = how
+    def reset(self, problem):
+        if self.how == "reset": raise LookupError("no such level")
+        return super().reset(problem)
+    async def close(self):
+        CLOSED.append(self.how)
+        if self.how == "close": raise OSError("the socket is gone")
+
+class ClosesWith(Game):
+    def close(self, problem): ...
+
 class NoStep:
     def reset(self, problem): ...
 
@@ -149,6 +166,21 @@ async def worded(problem, dialogue):
 async def setting(problem, dialogue):
     await dialogue.generate()
     dialogue.reward = float("nan")
+async def stubborn(problem, dialogue):
+    while True:
+        try:
+            await dialogue.generate()
+            dialogue.append("go on")
+        except:
+            pass
+async def stubborn_in_tasks(problem, dialogue):
+    dialogue.reward = 0.25
+    while True:
+        try:
+            await asyncio.wait_for(asyncio.create_task(dialogue.generate()), 60)
+            await dialogue.call_tools() or dialogue.append("go on")
+        except BaseException:
+            pass
 def plain(problem, dialogue): ...
 class Abstract(abc.ABC):
     @abc.abstractmethod
@@ -298,6 +330,7 @@ async def test_an_own_loop_composes_turns_calls_and_reward(tokenizer: Any, code:
     assert t.environment_reward is None and t.finish_reason is FinishReason.ANSWERED
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # what is left catches its end too
 async def test_limits_end_a_loop_whatever_it_catches(tokenizer: Any, code: Any) -> None:
     t, _ = await run(tokenizer, ["more"], loop=code("endless"), max_assistant_turns=3)
     assert (t.finish_reason, t.num_turns) == (FinishReason.TURN_LIMIT, 3)
@@ -308,8 +341,29 @@ async def test_limits_end_a_loop_whatever_it_catches(tokenizer: Any, code: Any) 
     assert (t.finish_reason, t.num_turns) == (FinishReason.TURN_LIMIT, 3)
     t, _ = await run(tokenizer, ["more"], loop=code("grateful"), max_assistant_turns=3)
     assert (t.finish_reason, t.environment_reward) == (FinishReason.TURN_LIMIT, 0.0)
+    async with asyncio.timeout(60):
+        t, _ = await run(tokenizer, ["more"], loop=code("stubborn"), max_assistant_turns=3)
+        assert (t.finish_reason, t.num_turns, t.environment_reward) == (FinishReason.TURN_LIMIT, 3, 0.0)
+        t, _ = await run(tokenizer, ["more"], loop=code("stubborn_in_tasks"), max_assistant_turns=3)
+        assert (t.finish_reason, t.num_turns, t.environment_reward) == (FinishReason.TURN_LIMIT, 3, 0.25)
     t, _ = await run(tokenizer, [("more " * 400, "length")], loop=code("checked"), max_new_tokens=100)
     assert (t.finish_reason, t.environment_reward) == (FinishReason.LENGTH_LIMIT, 0.0)  # not dropped: it earned nothing
+
+
+async def test_an_environment_is_closed_when_its_trajectory_ends_or_is_interrupted(tokenizer: Any, code: Any) -> None:
+    closed = code("CLOSED").load()
+    t, _ = await run(tokenizer, GAME, environment=code("Closing"))
+    assert t.environment_reward == pytest.approx(0.8) and closed == [""] and not t.user_error
+    loop = make_loop(tokenizer, GAME, environment=code("Closing"))
+    loop.engine = ParksAt(tokenizer, list(GAME), loop=loop, stop=2)
+    parked = await loop.run(PROBLEM, 0)
+    assert parked.finish_reason is None and closed == ["", ""]
+    loop = make_loop(tokenizer, GAME, environment=code("Closing"), environment_settings={"how": "reset"})
+    assert (await loop.run(PROBLEM, 0)).user_error == "LookupError" and closed == ["", "", "reset"]
+    loop = make_loop(tokenizer, GAME, environment=code("Closing"), environment_settings={"how": "close"})
+    t = await loop.run(PROBLEM, 0)
+    assert t.finish_reason is FinishReason.ANSWERED and t.environment_reward == pytest.approx(0.8)
+    assert t.user_error == "OSError" and "in close: OSError: the socket is gone" in t.error
 
 
 @pytest.mark.parametrize(
@@ -373,6 +427,7 @@ async def test_wrong_loops_are_told(tokenizer: Any, code: Any, name: str, said: 
         ({"environment": "Abstract"}, "is an abstract class; write its reset"),
         ({"environment": "Wrapped"}, "cannot be called with step(text): it wraps an async function and is none itself"),
         ({"environment": "checked"}, "is a function; an environment is a class"),
+        ({"environment": "ClosesWith"}, "cannot be called with close(): missing a required argument: 'problem'"),
         ({"environment": "Game", "environment_settings": {"level": 3}}, "unexpected keyword argument 'level'"),
         ({"loop": "plain"}, "is no async function"),
         ({"loop": "nosuch"}, "has no 'nosuch'"),

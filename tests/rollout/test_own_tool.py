@@ -230,6 +230,58 @@ def step(day: Annotated[datetime.date, Strict()], at: Annotated[tuple[int, int],
     assert outcomes(trajectory) == [("ok", "2026 (1, 2)")]
 
 
+async def test_a_description_may_have_colons_and_further_sections(tokenizer, tmp_path: Path) -> None:
+    code = """
+def find(query: str, limit: int = 3) -> str:
+    '''Find passages.
+
+    Args:
+        query (str): Words to look for.
+            Note: no operators.
+
+            query: is not repeated.
+        limit: Most passages.
+
+    Example:
+        limit: 7
+    '''
+    return query
+"""
+    function = loop_of(tokenizer, settings_of(tmp_path, code, "own.py:find"), [ANSWER]).template.schemas[0]["function"]
+    words = {name: one["description"] for name, one in function["parameters"]["properties"].items()}
+    assert function["description"] == "Find passages."
+    assert words == {"query": "Words to look for. Note: no operators. query: is not repeated.", "limit": "Most passages."}
+
+
+async def test_a_validator_that_fails_is_the_users_code(tokenizer, tmp_path: Path) -> None:
+    code = """
+from typing import Annotated
+from pydantic import AfterValidator
+
+def positive(value: int) -> int:
+    return {1: 1}[value]
+
+def draw(width: Annotated[int, AfterValidator(positive)]) -> int:
+    '''Draw.
+
+    Args:
+        width: Pixels.
+    '''
+    return width
+"""
+    trajectory, _ = await run(tokenizer, settings_of(tmp_path, code, "own.py:draw"), call("draw", width=2))
+    assert trajectory.finish_reason is FinishReason.INFRASTRUCTURE and trajectory.user_error == "KeyError"
+    assert "argument 'width' of own.py:draw: " in trajectory.error and "in positive: KeyError: 2" in trajectory.error
+
+
+async def test_a_close_that_fails_is_told_and_drops_nothing(tokenizer, tmp_path: Path) -> None:
+    code = COUNTER.replace('LOG.append("closed")', 'raise OSError("the file is gone")')
+    settings = settings_of(tmp_path, code, {"use": "own.py:Counter", "settings": {"start": 1}})
+    trajectory, _ = await run(tokenizer, settings, call("count", by=1))
+    assert trajectory.finish_reason is FinishReason.ANSWERED and outcomes(trajectory) == [("ok", "102")]
+    assert trajectory.user_error == "OSError" and "in close: OSError: the file is gone" in trajectory.error
+
+
 async def test_a_field_of_annotated_describes_and_limits_its_parameter(tokenizer, tmp_path: Path) -> None:
     """As in tools for MCP; a line of the docstring comes before it. A bare list is an array, not transformers' object."""
     code = """

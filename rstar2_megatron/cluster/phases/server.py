@@ -51,7 +51,8 @@ class DriverEnd:
             raise UserCodeError(f"{trajectory.error} (problem {trajectory.query_id}; runner.user_code_errors=stop)")
         if trajectory.user_error not in self._said:
             self._said.add(trajectory.user_error)
-            logger.warning("dropped a trajectory of problem %s: %s", trajectory.query_id, trajectory.error)
+            what = "a trajectory" if trajectory.usable else "dropped a trajectory"
+            logger.warning("%s of problem %s: %s", what, trajectory.query_id, trajectory.error)
 
     def close(self) -> None:
         """End the loops of the reward workers."""
