@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -169,6 +170,16 @@ def work_of(settings: Mapping[str, Any]) -> dict[str, Any]:
         for path, value in _flat(settings)
         if path.rpartition(".")[2] != "seed" and not path.startswith(_NOT_THE_WORK)
     }
+
+
+def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What two configurations of one work differ in, `key=value, now value`; `runner.` keys may differ."""
+    before, after = work_of(then), work_of(now)
+    return [
+        f"{key}={reprlib.repr(before.get(key))}, now {reprlib.repr(after.get(key))}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key) and not key.startswith("runner.")
+    ]
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

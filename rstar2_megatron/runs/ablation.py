@@ -25,7 +25,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import Field
 
-from rstar2_megatron.report.arms import work_of
+from rstar2_megatron.report.arms import changes, work_of
 from rstar2_megatron.report.curves import main as draw
 from rstar2_megatron.report.names import panel
 from rstar2_megatron.report.read import read_logs
@@ -86,13 +86,10 @@ class ArmRun:
         path = self.directory / "config.yaml"
         if not path.is_file():
             return
-        then, now = work_of(yaml.safe_load(path.read_text(encoding="utf-8"))), work_of(to_plain(self.settings))
-        for key in sorted(then.keys() | now.keys()):
-            if then.get(key) == now.get(key) or key.startswith("runner."):
-                continue
+        if changed := changes(yaml.safe_load(path.read_text(encoding="utf-8")), to_plain(self.settings)):
             raise ConfigError(
-                f"{self.directory} holds a run with {key}={then.get(key)!r}, now {now.get(key)!r}; give the ablation another "
-                "runner.experiment_name, or remove that directory"
+                f"{self.directory} holds a run with {changed[0]}; give the ablation another runner.experiment_name, or remove "
+                "that directory"
             )
 
 

@@ -22,13 +22,13 @@ from rstar2_megatron.cluster.tracing import StepProfiles, StepTraces
 from rstar2_megatron.data.loader import ProblemLoader
 from rstar2_megatron.data.problems import drop_long_prompts, read_problems
 from rstar2_megatron.evaluation.held_out import evaluate
-from rstar2_megatron.extension.user_code import all_user_code
 from rstar2_megatron.judge.client.service import JudgeService
 from rstar2_megatron.records import checkpoint
 from rstar2_megatron.records.checkpoint import CheckpointNote, UnfinishedCheckpoint, load_data_state
 from rstar2_megatron.records.model_format import write_format
 from rstar2_megatron.records.run_files import RunFiles
 from rstar2_megatron.records.whole_file import write_json
+from rstar2_megatron.report.arms import changes
 from rstar2_megatron.report.draw import draw_run
 from rstar2_megatron.report.table import render_table
 from rstar2_megatron.reward.answer_text import worked_note
@@ -40,6 +40,7 @@ from rstar2_megatron.runs.cold_start import ColdStartResult, find_cached, find_r
 from rstar2_megatron.runs.stopping import MetricWatch, first_that_holds
 from rstar2_megatron.services.loopback import listening_address
 from rstar2_megatron.services.metrics_server import MetricsServer
+from rstar2_megatron.settings.load import to_plain
 from rstar2_megatron.settings.placement import collocated, slots_of, visible_gpus
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.training import gates
@@ -221,11 +222,8 @@ class RLRun(ClusterRun):
         self.loader.load_state_dict(state["loader"])
         random.setstate(state["python_random"])
         self.table = state["table"]
-        for key, code in all_user_code(self.settings):
-            before = state["user_code"].get(key)
-            if before != code.sha256:
-                was = f"sha256 {before[:12]} then" if before else "none was named then"
-                self._say(f"{key} {code.label} is not the code of the checkpoint: {was}, {code.sha256[:12]} now")
+        for change in changes(state["settings"], to_plain(self.settings)):
+            self._say(f"the checkpoint is of a run with {change}")
         self.trainer.source.restore(state, version=step)
         self._check_scores(state["scored"])
         self.files.truncate_after(step)
@@ -333,7 +331,7 @@ class RLRun(ClusterRun):
             "loader": self.loader.state_dict(),
             "python_random": random.getstate(),
             "table": self.table,
-            "user_code": {key: code.sha256 for key, code in all_user_code(self.settings)},
+            "settings": to_plain(self.settings),
             "scored": (self._scored, self.trainer.score(self._scored)) if self._scored else None,
         }
         self._publish_checkpoint()

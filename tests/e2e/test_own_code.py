@@ -115,7 +115,8 @@ def test_a_loss_that_fails_ends_the_run_in_a_sentence_and_a_resume_says_that_the
     run = RunProcess([*again, *words], own.directory.with_suffix(".fails.log")).start()
     assert run.wait(LIMIT_S) == 1, run.text()[-6000:]
     run.assert_nothing_left()
-    assert "algorithm.trajectory_filters.0 rules.py:keep is not the code of the checkpoint: sha256 " in run.text()
+    assert "the checkpoint is of a run with algorithm.trajectory_filters.0.sha256='" in run.text()
+    assert "the checkpoint is of a run with algorithm.policy_loss.reference='" in run.text()
     line = (RULES + FAILS).splitlines().index('    raise KeyError("in training")') + 1
     said = f"error: algorithm.policy_loss=rules.py:fails failed: {own.rules}:{line}, in fails: KeyError: 'in training'"
     assert said in run.text().splitlines() and "Traceback" not in run.text(), run.text()[-4000:]

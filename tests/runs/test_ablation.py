@@ -17,7 +17,7 @@ import psutil
 import pytest
 import yaml
 
-from rstar2_megatron.report.arms import work_of
+from rstar2_megatron.report.arms import changes, work_of
 from rstar2_megatron.runs.ablation import Ablation, run_ablation
 from rstar2_megatron.runs.main import main, parse
 from rstar2_megatron.runs.stages import override_word, read_section
@@ -236,3 +236,17 @@ def test_a_file_of_another_form_is_refused(tmp_path: Path) -> None:
     for option in ("--check", "--print-config"):  # which would run all of it
         with pytest.raises(ConfigError, match="are for one configuration: give the NAME that the ablation's FILE names"):
             parse(["--ablate", "a.yaml", option])
+
+
+def test_what_a_resume_says_of_another_configuration() -> None:
+    """Keys that were changed, own code by its hash; another directory, seed or number of steps is no change of the work."""
+    then = load("rstar2-tiny-cpu", []).settings
+    assert changes(to_plain(then), to_plain(then)) == []
+    words = ["runner.max_steps=99", "runner.experiment_name=other", "actor.seed=7", "reward.positive_above=0.5"]
+    now = load("rstar2-tiny-cpu", [*words, "algorithm.policy_loss=examples/extend/own_loss.py:of_trajectories"]).settings
+    found = changes(to_plain(then), to_plain(now))
+    assert found[0] == "algorithm.policy_loss='clipped', now None" and found[-1] == "reward.positive_above=0.0, now 0.5"
+    assert [line.partition("=")[0] for line in found[1:-1]] == [
+        "algorithm.policy_loss.reference",
+        "algorithm.policy_loss.sha256",
+    ]
