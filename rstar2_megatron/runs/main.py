@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
 
@@ -86,9 +87,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     arguments, words = parser.parse_known_args(argv)
     if arguments.help:
         return arguments
-    known = ", ".join((*_FLAGS, *_NEW, *_ABLATE, *_HYDRA))
+    known = (*_FLAGS, *_NEW, *_ABLATE, *_HYDRA)
     if unknown := [word for word in words if word.startswith("-")]:
-        raise ConfigError(f"unknown option {unknown[0]}; known: {known}")
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+        raise ConfigError(f"unknown option {unknown[0]}; {hint}")
     given = {f"--{name.replace('_', '-')}": value for name, value in vars(arguments).items()}
     if empty := [option for option in _HYDRA if given[option] == ""]:
         raise ConfigError(f"{empty[0]} has no value")

@@ -85,7 +85,7 @@ def check_before_start(
     _raise_or_warn(list(cluster_problems(settings)), dry_run, warnings)
     _raise_or_warn(list(placeholder_problems(settings)), dry_run, warnings)
     directory = Path(settings.rollout.model.model_path)
-    _raise_or_warn(list(model_problems(settings)), dry_run and not directory.is_dir(), warnings)
+    _raise_or_warn(list(model_problems(settings)), dry_run and not directory.exists(), warnings)
     try:
         model, _ = model_of(settings)
     except ValueError as error:

@@ -29,9 +29,10 @@ from typing import Any, Literal, TypeVar
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from rstar2_megatron.records.checkpoint import complete_checkpoints
-from rstar2_megatron.settings.load import CONFIG_DIR, ConfigError, load, users_path
+from rstar2_megatron.settings.load import CONFIG_DIR, ConfigError, load, users_path, valid_keys
 from rstar2_megatron.settings.schema import Section, Settings
 
 S = TypeVar("S", bound=Section)
@@ -147,8 +148,18 @@ def read_section(path: Path, model: type[S]) -> S:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
     except ValidationError as error:
-        lines = [f"{'.'.join(map(str, p['loc']))}: {p['msg'].removeprefix('Value error, ')}" for p in error.errors()]
-        raise ConfigError(f"{path}: " + "; ".join(lines)) from None
+        raise ConfigError(f"{path}: " + "; ".join(_sentence(problem, model) for problem in error.errors())) from None
+
+
+def _sentence(problem: ErrorDetails, model: type[Section]) -> str:
+    place = ".".join(map(str, problem["loc"]))
+    if problem["type"] == "missing":
+        return f"{place} has no value"
+    if problem["type"] == "extra_forbidden":
+        names = [key.rpartition(".")[2] for key in valid_keys(model)]
+        near = difflib.get_close_matches(str(problem["loc"][-1]), names, n=1)
+        return f"unknown key {place}; {f'did you mean {near[0]}?' if near else 'known: ' + ', '.join(dict.fromkeys(names))}"
+    return f"{place}: {problem['msg'].removeprefix('Value error, ')}"
 
 
 def split_overrides(recipe: Recipe, words: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:

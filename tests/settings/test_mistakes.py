@@ -74,11 +74,25 @@ def test_values_out_of_bounds_are_refused(word: str) -> None:
         (["recipe=rstar2-tiny", "recipe=other"], "no other name (got recipe=other)"),
         ([TINY, "algorithm.sampling_params.top_k=0", "--dry-run"], "top_k=0 in training"),
         ([TINY, "runner.resume_dir=/nonexistent", "--dry-run"], "runner.resume_dir=/nonexistent is not a checkpoint"),
+        ([TINY, "--dryrun"], "unknown option --dryrun; did you mean --dry-run?"),
+        ([TINY, "--foo"], "unknown option --foo; known: --help, --dry-run, --check"),
+        ([TINY, "rollout.model.model_path=/etc/passwd", "--dry-run"], "/etc/passwd is not a directory; give a Hugging Face"),
     ],
 )
 def test_words_that_would_be_passed_over_are_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["recipe=", "--ablate"])
+def test_misspelt_keys_of_a_recipe_and_an_ablation(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text("confg: x\nstages: [{name: a, taks: sft}]\nsedes: [1]\n")
+    assert main([f"{option}{path}"] if option.endswith("=") else [option, str(path)]) == 2
+    said = capsys.readouterr().err
+    assert f"{path}: config has no value; " in said and "unknown key confg; did you mean config?" in said
+    near = {"recipe=": "stages.0.taks; did you mean task?", "--ablate": "sedes; did you mean seeds?"}[option]
+    assert f"unknown key {near}" in said and "Field required" not in said
 
 
 def test_help_is_shown_whatever_stands_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
