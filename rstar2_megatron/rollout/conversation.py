@@ -11,7 +11,7 @@ import reprlib
 import time
 import types
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ import numpy as np
 from rstar2_megatron.extension.positional import misfit_of_kind
 from rstar2_megatron.extension.user_code import UserCode, UserCodeError, is_cancelled
 from rstar2_megatron.rollout.dialogue import Dialogue, Left
-from rstar2_megatron.rollout.user_call import TookTooLong, call_user
+from rstar2_megatron.rollout.user_call import TookTooLong, UserThread, call_user
 from rstar2_megatron.settings.schema import AgentLoopSettings
 from rstar2_megatron.trajectory import FinishReason, Problem
 
@@ -157,6 +157,7 @@ class _UsersCode:
     code: UserCode
     timeout_s: float
     deadline: float
+    thread: UserThread = field(default_factory=UserThread)
 
     @property
     def label(self) -> str:
@@ -166,7 +167,7 @@ class _UsersCode:
         """Within agentloop.environment_timeout_s and the trajectory's deadline. Raises UserCodeError."""
         limit_s = min(self.timeout_s, self.deadline - time.monotonic())
         try:
-            return await call_user(function, arguments, named, limit_s, self.failed)
+            return await call_user(function, arguments, named, limit_s, self.failed, thread=self.thread)
         except TookTooLong as error:
             name = getattr(function, "__name__", "it")
             raise UserCodeError(

@@ -1,6 +1,6 @@
 """A tool that the user has written: a typed, documented function, or a class with an instance for each trajectory.
 
-Sync functions run in threads of their own, because one that never returns must hold up neither the loop nor the exit.
+Plain functions run in threads, because one that never returns must hold up neither the loop nor the exit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rstar2_megatron.extension import ToolError
 from rstar2_megatron.extension.positional import misfit_of_kind
 from rstar2_megatron.extension.user_code import UserCode, UserCodeError
 from rstar2_megatron.rollout.tool import CallContext, Judge, LimitedTool, Malformed
-from rstar2_megatron.rollout.user_call import TookTooLong
+from rstar2_megatron.rollout.user_call import TookTooLong, UserThread
 from rstar2_megatron.settings.schema import AgentLoopSettings, OwnToolSettings
 from rstar2_megatron.tools import ToolSchema
 from rstar2_megatron.trajectory import Problem, ToolOutcome
@@ -45,6 +45,7 @@ class _State:
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # its calls run one after another
     instance: Any = None
+    thread: UserThread = field(default_factory=UserThread)
     used: float = field(default_factory=time.monotonic)
 
 
@@ -132,21 +133,21 @@ class OwnTool(LimitedTool):
         async with state.lock:
             state.used = time.monotonic()
             if state.instance is None:
-                state.instance = await self._opened(context)
-            return self._answer(await self._limited(state.instance, values))
+                state.instance = await self._opened(context, state.thread)
+            return self._answer(await self._limited(state.instance, values, state.thread))
 
-    async def _opened(self, context: CallContext) -> Any:
+    async def _opened(self, context: CallContext, thread: UserThread) -> Any:
         try:
-            instance = await self._limited(self._target, self._given)
+            instance = await self._limited(self._target, self._given, thread)
             if callable(opening := getattr(instance, "open", None)):
                 takes = {_PROBLEM: copy.deepcopy(context.problem)} if _PROBLEM in inspect.signature(opening).parameters else {}
-                await self._limited(opening, takes)
+                await self._limited(opening, takes, thread)
         except TookTooLong:  # the model has no part in it
             said = f"tool {self.code.label} was not open within {self.limits.timeout_s:g} s"
             raise UserCodeError(said) from Timeout()
         return instance
 
-    async def _limited(self, function: Callable[..., Any], values: dict[str, Any]) -> Any:
+    async def _limited(self, function: Callable[..., Any], values: dict[str, Any], thread: UserThread | None = None) -> Any:
         """Raises ToolError, TookTooLong, UserCodeError."""
 
         def failed(error: BaseException) -> Exception:
@@ -154,7 +155,7 @@ class OwnTool(LimitedTool):
                 return error
             return UserCodeError(f"tool {self.code.label} failed: {self.code.blame(error)}")
 
-        return await self.limited(function, values, failed)
+        return await self.limited(function, values, failed, thread)
 
     def __str__(self) -> str:
         return f"{self.code.label}, of which {self.running} calls were running (max_concurrency={self.limits.max_concurrency})"
@@ -194,7 +195,7 @@ class OwnTool(LimitedTool):
         state = self._states.pop(session, None)
         if state is not None and callable(closing := getattr(state.instance, "close", None)):
             try:
-                await self._limited(closing, {})
+                await self._limited(closing, {}, state.thread)
             except (ToolError, TookTooLong) as error:
                 raise UserCodeError(f"tool {self.code.label} was not closed: {error}") from error
 

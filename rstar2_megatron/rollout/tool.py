@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from rstar2_megatron.extension import ToolError
 from rstar2_megatron.rollout.tool_response import ToolRun
-from rstar2_megatron.rollout.user_call import TookTooLong, call_user
+from rstar2_megatron.rollout.user_call import TookTooLong, UserThread, call_user
 from rstar2_megatron.settings.sections.environment import AgentLoopSettings, ToolLimits
 from rstar2_megatron.tools import ToolSchema, tool_name
 from rstar2_megatron.trajectory import Problem, ToolOutcome
@@ -87,13 +87,17 @@ class LimitedTool(Tool):
         self.running = 0
 
     async def limited(
-        self, function: Callable[..., Any], values: dict[str, Any], failed: Callable[[BaseException], Exception]
+        self,
+        function: Callable[..., Any],
+        values: dict[str, Any],
+        failed: Callable[[BaseException], Exception],
+        thread: UserThread | None = None,
     ) -> Any:
         """`call_user` within the limits. A thread that goes on after its time keeps its place among `max_concurrency`."""
         await self.slots.acquire()
         self.running += 1
         try:
-            return await call_user(function, (), values, self.limits.timeout_s, failed, self._ended)
+            return await call_user(function, (), values, self.limits.timeout_s, failed, self._ended, thread)
         except TookTooLong:
             raise TookTooLong(f"{self.name} took longer than {self.limits.timeout_s:g} s") from None
 

@@ -1,4 +1,4 @@
-"""Runs a function of the user: an async one in this loop, another in a thread of its own.
+"""Runs a function of the user: an async one in this loop, another in a thread.
 
 A thread cannot be ended. One that never returns holds up neither the loop nor the exit.
 """
@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import queue
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +21,27 @@ class TookTooLong(Exception):
     """The function ran past its limit."""
 
 
+class UserThread:
+    """A thread for the calls of one instance, because sqlite3, Playwright and others bind what they make to its thread."""
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._started = False
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Run it behind what was submitted before. The thread ends with this object."""
+        if not self._started:
+            threading.Thread(target=_run_all, args=(self._work,), name="user's code", daemon=True).start()
+            weakref.finalize(self, self._work.put, None)
+            self._started = True
+        self._work.put(work)
+
+
+def _run_all(work: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    for one in iter(work.get, None):
+        one()
+
+
 async def call_user(
     function: Callable[..., Any],
     arguments: Sequence[Any],
@@ -26,15 +49,16 @@ async def call_user(
     limit_s: float,
     failed: Callable[[BaseException], Exception],
     on_end: Callable[[Any], None] = lambda _: None,
+    thread: UserThread | None = None,
 ) -> Any:
     """What the function returns. Raises TookTooLong, and `failed` of what the function raises.
 
-    on_end: called when it has ended, which a thread may do after its limit.
+    on_end: called when it has ended, which a thread may do after its limit. thread: of a plain function; None: a new one.
     """
     if any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):  # type: ignore[operator]
         work: asyncio.Future[Result] = asyncio.ensure_future(_awaited(function, arguments, named))
     else:
-        work = _in_thread(function, arguments, named)
+        work = _in_thread(function, arguments, named, thread or UserThread())
     work.add_done_callback(on_end)
     try:
         done, _ = await asyncio.wait({work}, timeout=max(limit_s, 0.0))
@@ -56,7 +80,9 @@ async def _awaited(function: Callable[..., Any], arguments: Sequence[Any], named
         return None, error
 
 
-def _in_thread(function: Callable[..., Any], arguments: Sequence[Any], named: Mapping[str, Any]) -> asyncio.Future[Result]:
+def _in_thread(
+    function: Callable[..., Any], arguments: Sequence[Any], named: Mapping[str, Any], thread: UserThread
+) -> asyncio.Future[Result]:
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Result] = loop.create_future()
 
@@ -68,5 +94,5 @@ def _in_thread(function: Callable[..., Any], arguments: Sequence[Any], named: Ma
         with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
             loop.call_soon_threadsafe(future.set_result, result)
 
-    threading.Thread(target=work, name=getattr(function, "__name__", "user's code"), daemon=True).start()
+    thread.submit(work)
     return future

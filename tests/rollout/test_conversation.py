@@ -350,6 +350,18 @@ async def test_limits_end_a_loop_whatever_it_catches(tokenizer: Any, code: Any) 
     assert (t.finish_reason, t.environment_reward) == (FinishReason.LENGTH_LIMIT, 0.0)  # not dropped: it earned nothing
 
 
+async def test_an_environment_has_one_thread(tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "bound.py").write_text(
+        "import sqlite3\nclass Bound:\n    def __init__(self): self.rows = sqlite3.connect(':memory:')\n"
+        "    def reset(self, problem): self.rows.execute('create table t (x)')\n"
+        "    def step(self, text):\n        self.rows.execute('insert into t values (1)')\n"
+        "        done = self.rows.execute('select count(*) from t').fetchone()[0] == 2\n        return 'on', 0.5, done\n"
+        "    def close(self): self.rows.close()\n"
+    )
+    t, _ = await run(tokenizer, ["a", "b"], environment=UserCode.model_validate(f"{tmp_path}/bound.py:Bound"))
+    assert (t.environment_reward, t.finish_reason, t.error) == (1.0, FinishReason.ANSWERED, "")
+
+
 async def test_an_environment_is_closed_when_its_trajectory_ends_or_is_interrupted(tokenizer: Any, code: Any) -> None:
     closed = code("CLOSED").load()
     t, _ = await run(tokenizer, GAME, environment=code("Closing"))

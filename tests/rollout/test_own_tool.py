@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -272,6 +274,44 @@ def draw(width: Annotated[int, AfterValidator(positive)]) -> int:
     trajectory, _ = await run(tokenizer, settings_of(tmp_path, code, "own.py:draw"), call("draw", width=2))
     assert trajectory.finish_reason is FinishReason.INFRASTRUCTURE and trajectory.user_error == "KeyError"
     assert "argument 'width' of own.py:draw: " in trajectory.error and "in positive: KeyError: 2" in trajectory.error
+
+
+SQLITE = """
+import sqlite3, threading
+
+class Table:
+    def __init__(self) -> None:
+        self.rows, self.threads = sqlite3.connect(":memory:"), {threading.get_ident()}
+
+    def open(self) -> None:
+        self.rows.execute("create table t (x)")
+
+    def __call__(self, x: int) -> str:
+        '''Add a row.
+
+        Args:
+            x: Its value.
+        '''
+        self.threads.add(threading.get_ident())
+        self.rows.execute("insert into t values (?)", (x,))
+        return f"{self.rows.execute('select sum(x) from t').fetchone()[0]} in {len(self.threads)} thread"
+
+    def close(self) -> None:
+        self.rows.close()
+"""
+
+
+async def test_an_instance_has_one_thread_for_all_its_calls(tokenizer, tmp_path: Path) -> None:
+    """sqlite3 refuses a connection that another thread made."""
+    before = threading.active_count()
+    settings = settings_of(tmp_path, SQLITE, "own.py:Table", max_parallel_calls=2)
+    trajectory, _ = await run(tokenizer, settings, call("Table", x=1), call("Table", x=2) + call("Table", x=3))
+    assert [text for _, text in outcomes(trajectory)] == ["1 in 1 thread", "3 in 1 thread", "6 in 1 thread"]
+    assert not trajectory.user_error, trajectory.error
+    deadline = time.monotonic() + 30
+    while threading.active_count() > before and time.monotonic() < deadline:  # it ends with its instance
+        await asyncio.sleep(0.01)
+    assert threading.active_count() == before
 
 
 async def test_a_close_that_fails_is_told_and_drops_nothing(tokenizer, tmp_path: Path) -> None:
