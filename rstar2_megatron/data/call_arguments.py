@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from rstar2_megatron.data.json_text import JSON_TYPES, half_character, json_type
@@ -24,6 +25,14 @@ def argument_fault(arguments: dict[str, Any], schema: ToolSchema) -> str:
         wrong_bool = isinstance(value, bool) and wanted in JSON_TYPES and wanted != "boolean"
         if wrong_bool or not isinstance(value, JSON_TYPES.get(wanted, (object,))):
             return f'Argument "{key}" must be of type {wanted}, got {json_type(value)}.'
-        if isinstance(value, str) and (fault := half_character(value)):
+        if fault := _unwritable(value):
             return f'Argument "{key}" holds {fault}.'
     return ""
+
+
+def _unwritable(value: Any) -> str:
+    """Why a value is no JSON, as those of the pythonic format may be, or cannot be encoded; "" when it can be written."""
+    try:
+        return half_character(json.dumps(value, ensure_ascii=False, allow_nan=False, sort_keys=True))
+    except (TypeError, ValueError, RecursionError) as error:
+        return f"a value that is no JSON: {error}"

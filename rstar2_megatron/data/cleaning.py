@@ -11,6 +11,13 @@ import hashlib
 import re
 import unicodedata
 
+from rstar2_megatron.data.json_text import BLANKS
+
+# Where an answer is to be put. Other words ("modulo 1000", "rounded") are part of what is asked.
+_PLACE = (
+    r"(?:\W+(?:in|within|inside|into|using|as|with|by|on|to|an?|the|its|own|line|latex|form|format|box(?:es|ed)?|command|of))*"
+    r"\W*?"
+)
 # Instructions before a problem, and after it; each match is removed until none is left.
 _WRAPPERS = tuple(
     re.compile(pattern, re.IGNORECASE | re.DOTALL)
@@ -25,12 +32,14 @@ _WRAPPERS = tuple(
         r"(?:,? and you do not need to use a \\+boxed command)?\.?[\"']?\s*$",
         r"\s*(?:Let'?s think|Please reason|Think|Reason) step[ -]by[ -]step[,.]?\s*(?:and)?\s*"
         r"(?:(?:please )?(?:output|put|place|give|present|write) (?:the|your) (?:final )?answer"
-        r"[^\n]{0,40}\\+boxed\s*\{[^{}]*\})?\.?\s*$",
-        r"\s*(?:Please )?(?:put|place|give|write|output|return|enclose) (?:the|your) (?:final )?answer[^\n]{0,40}"
-        r"\\+boxed\s*\{[^{}]*\}\.?\s*$",
+        + _PLACE
+        + r"\\+boxed\s*\{[^{}]*\})?\.?\s*$",
+        r"\s*(?:Please )?(?:put|place|give|write|output|return|enclose) (?:the|your) (?:final )?answer"
+        + _PLACE
+        + r"\\+boxed\s*\{[^{}]*\}\.?\s*$",
         r"\s*Present the answer in LaTe?X format:\s*\\+boxed\{[^{}]*\}\.?\s*$",
-        r"\s*(?:The last line of your response should|Your final answer should) be of the form[^\n]*$",
-        r"\s*请?(?:把|将)(?:你的)?(?:最终)?答案[^\n]{0,20}\\+boxed\s*\{[^{}]*\}[^\n]{0,4}\s*$",
+        r"\s*The last line of your response should be of the form[^\n]*$",
+        r"\s*请?(?:把|将)(?:你的)?(?:最终)?答案[放写填置用以在入到于进个一框中里内的\s]{0,20}\\+boxed\s*\{[^{}]*\}[^\n]{0,4}\s*$",
     )
 )
 # A problem must not match this after cleaning: it would ask for another form of answer than the template.
@@ -41,7 +50,9 @@ _HAN = r"[\u3400-\u9fff]"
 _WORD = rf"{_HAN}|(?:(?!{_HAN})[^\W_]|[{_MARKS}])+"  # marks: of vowels in Hindi and Thai, which re counts to no word
 _WORDS = re.compile(_WORD)
 # A hyphen before a word and the bold of Markdown are dressing.
-_WORDS_AND_OPERATORS = re.compile(_WORD + r"|[+/<>=\u00b1\u00d7\u00f7\u2200-\u22ff]|-(?![^\W\d_]{2})|(?<!\*)\*(?!\*)")
+_WORDS_AND_OPERATORS = re.compile(
+    _WORD + r"|(?<=[0-9)])[!%]|[()|+/<>=\u00b1\u00d7\u00f7\u2200-\u22ff]|-(?![^\W\d_]{2})|(?<!\*)\*(?!\*)"
+)
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 _RAISED = re.compile(r"[\u00b2\u00b3\u00b9\u2070-\u209f]+")  # superscripts and subscripts
 # Other ways to write the same character: 1 in full width or in bold, a blank that does not break. Not so 2 in the power,
@@ -51,12 +62,12 @@ _SAME = ("<wide>", "<narrow>", "<font>", "<noBreak>", "<compat> 0020")
 
 def strip_wrappers(text: str) -> str:
     """The problem without instructions about the form of the answer."""
-    text = text.strip()
+    text = text.strip(BLANKS)
     previous = None
     while text != previous:
         previous = text
         for pattern in _WRAPPERS:
-            text = pattern.sub("", text, count=1).strip()
+            text = pattern.sub("", text, count=1).strip(BLANKS)
     return text
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from rstar2_megatron.data.rows import DataError
 from rstar2_megatron.records.disk import reason_of
 
-_RESULTS = ("train.jsonl", "report.json")
+_RESULTS = ("train.jsonl", "validation.jsonl", "report.json")
 
 
 def data_parser(description: str | None, *, held_out: str, seed_of: str) -> argparse.ArgumentParser:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from rstar2_megatron.data.call_arguments import argument_fault
-from rstar2_megatron.data.json_text import half_character, json_type, unreadable
+from rstar2_megatron.data.json_text import CONTROL, DoubledKey, half_character, json_type, load_json, unreadable
 from rstar2_megatron.tools import ToolSchema, render_schemas
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -19,8 +19,9 @@ CONTROL_TOKEN = re.compile(r"<\|[^\s<>|]+\|>")
 """Control tokens of chat formats, such as <|im_end|>; the `<|` of `1<|z|<2` is none."""
 _THOUGHT = re.compile(r"\s*<think>\s*(.*?)\s*</think>\s*", re.DOTALL)  # reasoning as DeepSeek-R1 and Qwen3 write it
 _THINK = re.compile(r"</?think>")
-_READ = frozenset({"role", "content", "id", "name", "tool_call_id"})  # the last three say nothing to a model
+_READ = frozenset({"role", "content", "id", "name", "tool_call_id"})  # the last three are not written for a model
 _ASSISTANTS = _READ | {"reasoning_content", "tool_calls"}
+_NUL = re.compile("\0")
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 
@@ -30,6 +31,7 @@ class Call(NamedTuple):
     name: str
     arguments: dict[str, Any]
     body: str
+    call_id: str = ""
 
 
 class Message(NamedTuple):
@@ -37,6 +39,8 @@ class Message(NamedTuple):
     content: str
     reasoning: str = ""
     calls: tuple[Call, ...] = ()
+    call_id: str = ""
+    """Of a tool's result: the `id` of its call."""
 
 
 def role_and_text(raw: Any, read: frozenset[str] = _READ) -> tuple[str, str]:
@@ -69,7 +73,10 @@ def content_text(content: Any, role: str) -> str:
     parts = content if isinstance(content, list) else []
     texts: list[Any] = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
     if role == "tool" and not texts:
-        return json.dumps(content, ensure_ascii=False)
+        try:
+            return json.dumps(content, ensure_ascii=False)
+        except TypeError:
+            raise ValueError("has content that holds what JSON cannot (a date, bytes); write a text") from None
     if not texts or len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
         raise ValueError(
             f'has content of type {json_type(content)}, expected text or [{{"type": "text", "text": ...}}, ...] only'
@@ -86,9 +93,11 @@ def read_message(raw: Any) -> Message:
         raise ValueError("has reasoning_content that is no text, or tool_calls that are no list")
     if assistant and not reasoning and (thought := _THOUGHT.match(text)):
         reasoning, text = thought[1], text[thought.end() :]
-    message = Message(role, text, reasoning if reasoning.strip() else "", tuple(map(read_call, calls)))
+    call_id = str(raw.get("tool_call_id") or "") if role == "tool" else ""
+    message = Message(role, text, reasoning if reasoning.strip() else "", tuple(map(read_call, calls)), call_id)
     whole = "\n".join([text, reasoning, *(call.body for call in message.calls)]) if assistant else text
-    if fault := unreadable(whole):
+    # A program may have printed whatever it likes.
+    if fault := unreadable(whole, CONTROL if role != "tool" else _NUL):
         raise ValueError(f"has {fault}")
     if assistant and (found := CONTROL_TOKEN.search(whole)):
         raise ValueError(f"holds {found[0]}, which would be trained as a control token; remove it, or spell it otherwise")
@@ -105,7 +114,9 @@ def read_message(raw: Any) -> Message:
 def _from_text(value: Any) -> Any:
     """What a JSON text holds; any other value is itself."""
     try:
-        return json.loads(value.strip() or "{}") if isinstance(value, str) else value
+        return load_json(value.strip() or "{}") if isinstance(value, str) else value
+    except DoubledKey as error:
+        raise ValueError(f"has JSON in a text in which {error}; write it once") from None
     except (ValueError, RecursionError):
         return value
 
@@ -118,7 +129,11 @@ def read_call(raw: Any) -> Call:
             f"has a call of {name!r} whose arguments are of type {json_type(arguments)}, expected a name and an object, or the "
             'JSON of one: {"name": ..., "arguments": {...}}, alone or under "function"'
         )
-    return Call(name, arguments, json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False))
+    try:
+        body = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError):
+        raise ValueError(f"has a call of {name!r} whose arguments hold what JSON cannot (NaN, a date); write a text") from None
+    return Call(name, arguments, body, str(raw.get("id") or ""))
 
 
 def read_tools(value: Any) -> list[dict[str, Any]]:

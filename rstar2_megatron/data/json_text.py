@@ -25,10 +25,35 @@ JSON_TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+"""All but tab and line ends: no reader sees them, and most are a backslash of LaTeX that JSON has read."""
+BLANKS = " \t\r\n"
+"""What is stripped of a text. `str.strip` also takes a form feed, which is the \\f of a \\frac."""
+
+
+class DoubledKey(ValueError):
+    """An object has a key twice."""
+
+
+def load_json(text: str) -> Any:
+    """As json.loads. Raises ValueError, also for a key that stands twice, of which json.loads takes the last one."""
+    return json.loads(text, object_pairs_hook=_each_once)
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise DoubledKey(f"the key {next(name for name in found if names.count(name) > 1)!r} stands twice in an object")
+    return found
+
+
 def json_fault(error: ValueError | RecursionError, start: int = 0, unit: str = "character") -> tuple[str, str]:
     """(what is wrong and where, what to write instead). Characters count from 0 at `start`, columns from 1."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply", "nest it less"
+    if isinstance(error, DoubledKey):
+        return str(error), "write it once"
     if not isinstance(error, json.JSONDecodeError):
         return "a number has too many digits", "write it as a string"
     if unit == "column" and error.doc.lstrip().startswith("{") and not error.doc[error.pos :].strip():
@@ -61,7 +86,7 @@ def half_character(text: str) -> str:
     return ""
 
 
-def unreadable(text: str, controls: re.Pattern[str] = re.compile("\0")) -> str:
+def unreadable(text: str, controls: re.Pattern[str] = CONTROL) -> str:
     """The character that no tokenizer takes, or no reader sees, and the remedy; "" when there is none."""
     if control := controls.search(text):
         remedy = "write LaTeX's backslash as \\\\" if control[0] in "\b\f\t\r" else "remove it"

@@ -34,9 +34,12 @@ def _last_user_message(value: Any, column: str) -> str:
     """The problem of a prompt that is text, or a list of messages (role, content)."""
     if not isinstance(value, list):
         return _text(value, column)
-    users = [m for m in value if isinstance(m, Mapping) and m.get("role") == "user"]
+    messages = [m for m in value if isinstance(m, Mapping)]
+    users = [m for m in messages if m.get("role") == "user"]
     if not users:
         raise ValueError(f"column {column!r} has no user message")
+    if [m for m in messages if m.get("content")] != users[-1:]:
+        raise Unusable("a prompt of several messages, of which training has the last one alone")
     content = users[-1].get("content")
     return content_text(content, "user") if isinstance(content, list) else _text(content, f"{column}[].content")
 

@@ -13,27 +13,27 @@ import contextlib
 import functools
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rstar2_megatron.data.conversation import role_and_text
-from rstar2_megatron.data.json_text import exact_number, unreadable
+from rstar2_megatron.data.json_text import BLANKS, CONTROL, exact_number, half_character, unreadable
 from rstar2_megatron.data.rows import DataError, Input, data_input
 from rstar2_megatron.extension.choice import own_function
 from rstar2_megatron.extension.user_code import UserCode, UserCodeError
 from rstar2_megatron.settings.schema import DataSettings
 from rstar2_megatron.trajectory import Problem
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")  # all but tab and line ends
 # A text that was a list of texts or messages: it begins and ends so, or is of messages and was cut off.
 _LIST = re.compile(r"\[\s*\{?\s*[\"'].*\]|\[?\s*array\(\s*\[.*\)\s*\]?|\[\s*\{\s*[\"'](?:role|content)[\"']\s*:.*", re.DOTALL)
 _STRING = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"", re.DOTALL)
-_IN_ANSWER = re.compile(_CONTROL.pattern + r"|\t|\r(?!\n)")  # JSON's reading of \text and \rho
+_IN_ANSWER = re.compile(CONTROL.pattern + r"|\t|\r(?!\n)")  # JSON's reading of \text and \rho
+_MEDIA = ("images", "videos", "audios")
 # Names that published sets use, the likeliest first; short answers before worked solutions.
 _PROMPTS = ("prompt", "question", "problem", "query", "instruction", "input")
 _ANSWERS = (
@@ -76,7 +76,7 @@ def read_problems(
     columns = data if isinstance(data, Columns) else Columns(data.prompt_key, data.answer_key, data.rows)
     left_out = 0
     for one, stem in zip(inputs, _stems(inputs)):
-        read, dropped = _read(one, stem, _state(one), columns)
+        read, dropped = _read(one, stem, tuple(one.state), columns)
         left_out += dropped
         for where, problem in read[:limit]:
             if problem.query_id in seen:
@@ -95,21 +95,16 @@ def read_problems(
 
 
 def _stems(inputs: Sequence[Input]) -> list[str]:
-    """Short names of the inputs, with the directory's where two files have the same: `gsm8k-train` and `math-train`."""
-    paths = [_place(one) for one in inputs]
-    times = Counter(path.stem for path in paths)
-    return [path.stem if times[path.stem] == 1 else f"{path.absolute().parent.name}-{path.stem}" for path in paths]
+    """Short names of the inputs, with as many directories as tell them apart: `gsm8k-train` and `math-train`."""
+    paths = [one.place.absolute() for one in inputs]
+    parts = [(*path.parts[1:-1], path.stem) for path in paths]
 
+    def name(path: Path, own: tuple[str, ...]) -> str:
+        tails = (own[-depth:] for depth in range(1, len(own) + 1))
+        alone = (tail for tail in tails if sum(other[-len(tail) :] == tail for other in parts) == 1)
+        return "-".join(next(alone, (path.name,)))  # beside a file that differs in its suffix
 
-def _place(one: Input) -> Path:
-    return Path(one.hub.repo if one.hub else one.path)
-
-
-def _state(one: Input) -> tuple[int, ...]:
-    """Times and sizes that tell whether a file has changed since it was parsed; the hub is asked once."""
-    path = _place(one)
-    files = sorted(path.rglob("*")) if path.is_dir() else [path] if path.is_file() else []
-    return tuple(number for file in files for number in (file.stat().st_mtime_ns, file.stat().st_size))
+    return list(map(name, paths, parts))
 
 
 @functools.lru_cache(maxsize=8)  # the check before a run and the run itself read the same files
@@ -157,10 +152,10 @@ def _with_answer(row: dict[str, Any], columns: Columns) -> dict[str, Any]:
     """A row of verl's form with its answer under the answer's key. An object, or a list that holds one or a list, is JSON."""
     rule = row.get("reward_model")
     truth = rule.get("ground_truth") if isinstance(rule, dict) else None
-    if columns.answer in row or truth is None:
+    if row.get(columns.answer) is not None or truth is None:
         return row
-    answers = truth if isinstance(truth, list) else [truth]
-    if any(isinstance(answer, dict | list) for answer in answers):
+    answers = truth
+    if any(isinstance(answer, dict | list) for answer in (truth if isinstance(truth, list) else [truth])):
         with contextlib.suppress(TypeError, ValueError):  # what is no JSON is refused with the row's other columns
             answers = [json.dumps(truth, ensure_ascii=False)]
     return {**row, columns.answer: answers, "task": row.get("task") or row.get("data_source")}
@@ -185,26 +180,28 @@ def problem_of(row: dict[str, Any], where: str, prompt_key: str, answer_key: str
     """A row as training reads it. Raises DataError that begins with `where`."""
     known = {prompt_key, answer_key, "query_id", "task"}
     given = {key: value for key, value in row.items() if value is not None}
-    answers = _listed(row[answer_key], where, answer_key)
+    if media := next((key for key in _MEDIA if row.get(key)), ""):
+        raise DataError(f"{where}: the row has {media}, which no model here reads; leave out what asks about them by data.rows")
+    answers = _listed(row[answer_key], where, answer_key, str)
     solutions = list(answers) if isinstance(answers, list | tuple | np.ndarray) else [answers]
     extra = {key: value for key, value in row.items() if key not in known}
     try:
         text = json.dumps(extra, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise DataError(f"{where}: a column is no JSON ({error}); leave it out, or map it by data.rows") from None
-    if fault := unreadable(text):
+    if fault := half_character(text):
         raise DataError(f"{where}: the row has {fault}")
     return Problem(
         query_id=_text(given.get("query_id", default_id), where, "query_id"),
-        prompt=_messages(_listed(row[prompt_key], where, prompt_key), where, prompt_key),
+        prompt=_messages(_listed(row[prompt_key], where, prompt_key, str, dict), where, prompt_key),
         solutions=[_text(answer, where, answer_key, "a non-empty list of answers, ") for answer in solutions or [[]]],
         task=_text(given.get("task", "math"), where, "task"),
         extra=json.loads(text),  # as a file would have it, without classes of the user's
     )
 
 
-def _listed(value: Any, where: str, key: str) -> Any:
-    """The list of texts or messages that a text holds, as tables write it: '["4"]' in JSON, "['4']" in Python."""
+def _listed(value: Any, where: str, key: str, *kinds: type) -> Any:
+    """The list of one of these kinds that a text holds, as tables write it: '["4"]' in JSON, "['4']" in Python."""
     if not isinstance(value, str) or not _LIST.fullmatch(value.strip()):
         return value
     for parse in (json.loads, _literal):
@@ -212,7 +209,7 @@ def _listed(value: Any, where: str, key: str) -> Any:
             found = parse(value.strip())
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
-        listed = isinstance(found, list) and any(all(isinstance(part, kind) for part in found) for kind in (str, dict))
+        listed = isinstance(found, list) and any(all(isinstance(part, kind) for part in found) for kind in kinds)
         return found if listed else value
     raise DataError(
         f"{where}: {key!r} is a list that became text and cannot be read again exactly, got {value[:80]!r}; write the list "
@@ -229,13 +226,14 @@ def _literal(text: str) -> Any:
 
 def _text(value: Any, where: str, key: str, expected: str = "") -> str:
     value = value.item() if isinstance(value, np.generic) else value
+    value = str(value) if isinstance(value, Decimal) and value.is_finite() else value
     if not exact_number(value) and not (isinstance(value, str) and value.strip()):
         raise DataError(f"{where}: {key!r} must be {expected}a text or an exact number, got {value!r}")
     return _readable(str.__str__(value) if isinstance(value, str) else str(value), where, key, _IN_ANSWER)
 
 
-def _readable(text: str, where: str, key: str, controls: re.Pattern[str] = _CONTROL) -> str:
-    if fault := unreadable(text.rstrip(" \t\r\n"), controls):
+def _readable(text: str, where: str, key: str, controls: re.Pattern[str] = CONTROL) -> str:
+    if fault := unreadable(text.rstrip(BLANKS), controls):
         raise DataError(f"{where}: {key!r} has {fault}")
     return text
 

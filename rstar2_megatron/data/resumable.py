@@ -126,7 +126,9 @@ class ResumablePass:
     ) -> dict[str, Any]:
         """Write train.jsonl, validation.jsonl unless None, and report.json, which it returns."""
         written = {"train.jsonl": write_jsonl(self.out / "train.jsonl", train)}
-        if validation is not None:
+        if validation is None:  # of an earlier pass, it would hold problems that are trained on now
+            (self.out / "validation.jsonl").unlink(missing_ok=True)
+        else:
             written["validation.jsonl"] = write_jsonl(self.out / "validation.jsonl", validation)
         result = {"rows_out": sum(written.values()), "written": written, **report}
         write_json(self.out / "report.json", result)

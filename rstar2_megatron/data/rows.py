@@ -8,7 +8,6 @@ from __future__ import annotations
 import codecs
 import csv
 import glob
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from rstar2_megatron.data.json_text import json_fault
+from rstar2_megatron.data.json_text import json_fault, load_json
 
 _TABLES = (".csv", ".tsv")
 SUFFIXES = (".jsonl", ".json", ".parquet", *_TABLES)
@@ -26,6 +25,10 @@ HUB = "hf:"
 """Begins the name of a set on the hub: `hf:OWNER/NAME[:CONFIG][:SPLIT][@REVISION]`."""
 _BATCH_ROWS = 1024  # of parquet decoded at a time
 _PARQUET = b"PAR1"
+_UNREAD = (".gz", ".bz2", ".xz", ".zst", ".zip", ".arrow", ".feather", ".xlsx", ".pkl")
+"""Kinds of data that are not read, and so not passed over beside what is."""
+_OF_CONVERSATIONS = ("messages", "tools")
+"""Columns whose objects have other keys in each row."""
 _FOREIGN: dict[str, bytes | tuple[bytes, ...]] = {  # what a file with these first bytes is, and what to do
     "a gzip file; unpack it by gunzip": b"\x1f\x8b",
     "a bzip2 file; unpack it by bunzip2": b"BZh",
@@ -116,15 +119,23 @@ def find_files(pattern: str) -> list[Path]:
     if path.is_file():
         found = [path]
     elif path.is_dir():
-        found = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES)
+        found = data_files(path)
     else:
         found = sorted(Path(p) for p in glob.glob(str(path), recursive=True) if Path(p).is_file())
     if not found:
         raise DataError(f"{pattern}: no such file, nor files {', '.join(SUFFIXES)} below it")
-    wrong = [p for p in found if p.suffix not in SUFFIXES]
+    wrong = [p for p in found if p.suffix.lower() not in SUFFIXES]
     if wrong:
         raise DataError(f"{wrong[0]}: cannot read {wrong[0].suffix or 'this kind of'} files; give {', '.join(SUFFIXES)}")
     return found
+
+
+def data_files(directory: Path) -> list[Path]:
+    """The data files below it, sorted. Raises DataError for one that would not be read."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    if unread := [path for path in files if path.suffix.lower() in _UNREAD]:
+        raise DataError(f"{unread[0]}: such files are not read; unpack or convert it, or move it out of {directory}")
+    return [path for path in files if path.suffix.lower() in SUFFIXES]
 
 
 def file_rows(path: Path, *, columns: Sequence[str] | None = None, skip: int = 0) -> Iterator[Row]:
@@ -165,7 +176,7 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
     for number, line in _text_lines(path):
         if line.strip():
             try:
-                value = json.loads(line)
+                value = load_json(line)
             except (ValueError, RecursionError) as error:
                 what, remedy = json_fault(error, unit="column")
                 raise DataError(f"{path}:{number}: not JSON ({what}); {remedy}") from None
@@ -175,8 +186,8 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
 def _json_rows(path: Path) -> Iterator[Row]:
     """A JSON array of objects, as some data sets are published."""
     try:
-        values = json.loads("".join(line for _, line in _text_lines(path)))
-    except (json.JSONDecodeError, RecursionError) as error:
+        values = load_json("".join(line for _, line in _text_lines(path)))
+    except (ValueError, RecursionError) as error:
         what, remedy = json_fault(error, unit="column")
         raise DataError(f"{path}:{getattr(error, 'lineno', 1)}: not JSON ({what}); {remedy}") from None
     for number, value in enumerate(values, 1):
@@ -213,7 +224,16 @@ def _short_floats(schema: Any) -> dict[str, Any]:
 
 
 def _exact_row(values: dict[str, Any], short: Mapping[str, Any]) -> dict[str, Any]:
-    return values | {name: _exact(values[name], kind) for name, kind in short.items() if name in values}
+    """A row of a table of arrow types, as it was before it got them."""
+    values |= {name: _exact(values[name], kind) for name, kind in short.items() if name in values}
+    return values | {name: _without_absent(values[name]) for name in _OF_CONVERSATIONS if name in values}
+
+
+def _without_absent(value: Any) -> Any:
+    """Without the keys that only other rows have: in a table an object has the keys of all rows, null where it has none."""
+    if isinstance(value, dict):
+        return {key: _without_absent(part) for key, part in value.items() if part is not None}
+    return list(map(_without_absent, value)) if isinstance(value, list) else value
 
 
 def _exact(value: Any, kind: Any) -> Any:
@@ -252,11 +272,18 @@ def hub_rows(name: HubName, *, columns: Sequence[str] | None = None, skip: int =
     import datasets  # here, as pyarrow above
 
     try:
+        here = Path(name.repo).is_dir()
         if any((Path(name.repo) / file).is_file() for file in ("state.json", "dataset_dict.json")):  # of save_to_disk
             rows = datasets.load_from_disk(name.repo)
-            rows = rows[name.split] if isinstance(rows, datasets.DatasetDict) else rows
+            if not isinstance(rows, datasets.DatasetDict):
+                rows = {"train": rows}
+            rows = rows[name.split]
         else:
-            builder = datasets.load_dataset_builder(name.repo, name.config, revision=name.revision)
+            # A relative path could be the name of a builder: json.
+            repo = str(Path(name.repo).absolute()) if here else name.repo
+            builder = datasets.load_dataset_builder(repo, name.config, revision=name.revision)
+            if here:
+                _check_files(Path(repo), builder.config.data_files or {})
             published = builder.info.features
             if columns is not None and published is not None and hasattr(builder.config, "columns"):
                 # parquet: the other columns are not even downloaded
@@ -267,11 +294,23 @@ def hub_rows(name: HubName, *, columns: Sequence[str] | None = None, skip: int =
         short = _short_floats(rows.features.arrow_schema if rows.features else ())
         for number, values in enumerate(rows.skip(skip) if skip else rows, skip + 1):
             yield Row(f"{name} row {number}", _exact_row(values, short))
+    except DataError:
+        raise
     except (OSError, ValueError, LookupError, RuntimeError, ImportError) as error:  # the hub's errors are of many types
-        here = Path(name.repo).is_dir()
         source, remedy = ("by datasets", "") if here else ("from the hub", "; download it and give its files instead")
         kind = DataError if here else Absent
         raise kind(f"{name}: cannot be read {source} ({type(error).__name__}: {str(error)[:300]}){remedy}") from error
+
+
+def _check_files(directory: Path, by_split: Mapping[str, Sequence[Any]]) -> None:
+    """Raises DataError for a data file that datasets passes over, and for tables, whose cells it changes: 007 becomes 7."""
+    read = {Path(str(file)) for files in by_split.values() for file in files}
+    if tables := sorted(file for file in read if file.suffix.lower() in _TABLES):
+        raise DataError(
+            f"{directory}: datasets reads texts of {tables[0].name} as numbers and dates; name the files one by one"
+        )
+    if passed := [file for file in data_files(directory) if read and file not in read]:
+        raise DataError(f"{directory}: datasets does not read {passed[0].name} beside the others; name the files one by one")
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +324,16 @@ class Input:
     @property
     def label(self) -> str:
         return self.path or str(self.hub)
+
+    @property
+    def place(self) -> Path:
+        return Path(self.hub.repo if self.hub else self.path)
+
+    @property
+    def state(self) -> list[int]:
+        """Times and sizes that tell whether a file has changed since it was read; the hub's are not known."""
+        files = sorted(self.place.rglob("*")) if self.place.is_dir() else [self.place] if self.place.is_file() else []
+        return [number for file in files for number in (file.stat().st_mtime_ns, file.stat().st_size)]
 
     def rows(self, columns: Sequence[str] | None = None, skip: int = 0) -> Iterator[Row]:
         """Rows after the first `skip`, under the names of `columns` (None: all, as they are). Raises DataError."""

@@ -70,7 +70,7 @@ class Selection:
 
 def process(inputs: Sequence[Input], out: Path, options: Options) -> dict[str, Any]:
     """Run or continue the pass; returns the report, which is also written. Raises DataError."""
-    configuration = {"inputs": [asdict(source) for source in inputs], "options": asdict(options)}
+    configuration = {"inputs": [[asdict(source), source.state] for source in inputs], "options": asdict(options)}
     selection = Selection(options.counts)
     with ResumablePass(out, configuration) as state:
         for row in state.accepted():

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rstar2_megatron.data.conversation import call_fault, read_message, read_tools, rendered_tools, role_and_text
+from rstar2_megatron.data.json_text import BLANKS
 from rstar2_megatron.data.rows import HubName, Row, Source, Unusable
 from rstar2_megatron.data.tool_text import json_call, json_values, python_calls, tool_schema
 from rstar2_megatron.tools import STANDARD_IO, TOOL_SCHEMAS
@@ -80,7 +81,7 @@ def _plain(message: Any) -> Message:
         role, text = role_and_text(message)
     except ValueError as error:
         raise Unusable(f"not read in training: {error}") from error
-    return {"role": role, "content": text.strip()}
+    return {"role": role, "content": text.strip(BLANKS)}
 
 
 def _read_toolace(values: Mapping[str, Any]) -> tuple[list[Message], list[dict[str, Any]]]:

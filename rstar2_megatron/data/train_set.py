@@ -118,9 +118,9 @@ def process(inputs: Sequence[Input], out: Path, options: Options, *, decontamina
     if decontaminate:
         print(f"decontamination: {index.num_problems} evaluation problems, {options.ngram}-grams")
     configuration = {
-        "inputs": [asdict(source) for source in inputs],
+        "inputs": [[asdict(source), source.state] for source in inputs],
         "options": asdict(options),
-        "decontaminate": {str(f): f.stat().st_size for p in decontaminate for f in find_files(p)},
+        "decontaminate": {str(f): [f.stat().st_mtime_ns, f.stat().st_size] for p in decontaminate for f in find_files(p)},
     }
     with ResumablePass(out, configuration) as state:
         if state.resumed and state.source < len(inputs):

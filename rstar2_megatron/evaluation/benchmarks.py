@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rstar2_megatron.data.json_text import exact_number
+from rstar2_megatron.data.json_text import BLANKS, exact_number
 from rstar2_megatron.data.problems import problem_of
 from rstar2_megatron.data.rows import DataError, HubName, file_rows, find_files, hub_rows, with_names
 
@@ -36,7 +36,7 @@ class Benchmark:
 
 
 def _math(row: Mapping[str, Any], seed: int) -> Row:
-    return {"prompt": str(row["problem"]).strip(), "solutions": [str(row["answer"]).strip()]}
+    return {"prompt": str(row["problem"]).strip(BLANKS), "solutions": [str(row["answer"]).strip(BLANKS)]}
 
 
 _CHOICES = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
@@ -45,8 +45,8 @@ _LETTERS = "ABCD"
 
 def _multiple_choice(row: Mapping[str, Any], seed: int) -> Row:
     """The four answers in an order that depends on the seed and the question only; the solution is a letter."""
-    question = str(row["Question"]).strip()
-    choices = [str(row[column]).strip() for column in _CHOICES]
+    question = str(row["Question"]).strip(BLANKS)
+    choices = [str(row[column]).strip(BLANKS) for column in _CHOICES]
     order = list(range(len(choices)))
     random.Random(f"{seed}-{question}").shuffle(order)
     lines = "\n".join(f"({letter}) {choices[i]}" for letter, i in zip(_LETTERS, order))

@@ -90,6 +90,8 @@ class ModelConfig:
                 f"{where}: architecture {architecture} is not supported; "
                 f"supported: {', '.join(DEFAULTS)} (docs/add_a_model.md adds one)"
             )
+        if "model_type" not in raw:
+            raise ValueError(f"{where} has no model_type, by which transformers finds the model's code; copy it again")
         raw = {**DEFAULTS[architecture], **raw}
         rope = _rope_parameters(raw, where)
         for problem in key_problems({**raw, **rope}, DEFAULTS[architecture]["model_type"]):

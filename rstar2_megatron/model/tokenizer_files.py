@@ -65,6 +65,8 @@ def tokenizer_problems(
 ) -> Iterator[str]:
     """A tokenizer of another vocabulary than the model's, or without the turns that a conversation needs."""
     path = next((directory / name for name in _FILES if (directory / name).is_file()), None)
+    if path is not None and path.name == "vocab.json" and not (directory / "merges.txt").is_file():
+        yield f"{directory} has vocab.json without merges.txt; copy the tokenizer's files of the model into it"
     if path is None:
         yield f"{directory} has no tokenizer ({', '.join(_FILES)}); copy the tokenizer's files of the model into it"
     if path is None or path.suffix != ".json":
@@ -152,7 +154,11 @@ def _template_problems(
 def own_template(templates: Any, *, whole: bool) -> tuple[str, str]:
     """(name, text) of that of a tokenizer's chat templates which is used; whole: it describes the tools. "" for none."""
     if isinstance(templates, list):
-        templates = {one.get("name"): one.get("template") for one in templates if isinstance(one, dict)}
+        templates = {
+            one.get("name"): one.get("template")
+            for one in templates
+            if isinstance(one, dict) and isinstance(one.get("name"), str)
+        }
     elif not isinstance(templates, Mapping):
         templates = {"default": templates}
     name = "tool_use" if whole and "tool_use" in templates else "default"

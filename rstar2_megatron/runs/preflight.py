@@ -9,6 +9,7 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterator
+from itertools import chain
 from pathlib import Path
 
 import psutil
@@ -109,6 +110,8 @@ def check_before_start(
     wrong, absent = data_problems(settings, later)
     _raise(wrong)
     _raise_or_warn(absent, dry_run, warnings)
+    if not absent:
+        warnings += data_notes(settings)
     if dry_run and settings.runner.task_type in _MAKERS and not absent:  # a run reads all rows before it starts anything
         _raise(row_problems(settings))
     _raise_or_warn(list(logger_problems(settings)), dry_run, warnings)
@@ -506,6 +509,23 @@ def data_problems(settings: Settings, later: Collection[str] = ()) -> tuple[list
                 "it or add problems"
             )
     return wrong, absent
+
+
+def data_notes(settings: Settings) -> Iterator[str]:
+    """What of the problems is used otherwise than their author may have meant."""
+    data = settings.data
+    paths = {"train_data_paths": data.train_data_paths, "val_data_paths": data.val_data_paths}
+    if settings.runner.task_type in _MAKERS or any(path.startswith(PLACEHOLDER) for path in chain(*paths.values())):
+        return
+    if shared := sorted(set(data.train_data_paths) & set(data.val_data_paths)):
+        yield f"data.val_data_paths={shared[0]} is trained on, so its scores say nothing of other problems"
+    for key, named in paths.items() if not settings.agentloop.use_data_system_prompt else ():
+        problems = read_problems(named, data) if named else []
+        if count := sum(problem.prompt[0]["role"] == "system" for problem in problems):
+            yield (
+                f"data.{key}: {count} problems begin with a system message, which the model does not read; set "
+                "agentloop.use_data_system_prompt=True to give it in place of agentloop.system_prompt"
+            )
 
 
 def row_problems(settings: Settings) -> Iterator[str]:

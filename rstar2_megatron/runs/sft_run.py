@@ -81,6 +81,7 @@ class SFTRun(ClusterRun):
             f"SFT: {len(rows):,} conversations, {rows.num_tokens:,} tokens, {rows.num_trained_tokens:,} of them "
             f"trained; {phase.steps} steps of {phase.batch_size}, {phase.warmup_steps} of warm-up"
             + (f"; {rows.skipped} left out as too long" if rows.skipped else "")
+            + (f"; {rows.cut} cut to {length} tokens" if rows.cut else "")
         )
         return phase
 

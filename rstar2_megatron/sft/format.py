@@ -7,6 +7,7 @@ block would teach the model to skip reasoning. Only the assistant's turns are tr
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,6 +32,7 @@ def render_conversation(messages: Sequence[Any], tools: Any = None, specials: re
             read.append(_checked(read_message(raw), schemas, specials, first=number == 1))
         except ValueError as error:
             raise ValueError(f"message {number} of {len(messages)} {error}") from None
+    read = _in_order(read)
     segments: Segments = []
     untrained = ""
     system = read[0].content if read and read[0].role == "system" else ""
@@ -54,6 +56,30 @@ def render_conversation(messages: Sequence[Any], tools: Any = None, specials: re
     return segments
 
 
+def _in_order(messages: list[Message]) -> list[Message]:
+    """The results of each turn's calls in the order of the calls, where both have ids. Raises ValueError."""
+    ordered: list[Message] = []
+    calls: list[str] = []
+    for is_tool, run in itertools.groupby(messages, lambda message: message.role == "tool"):
+        members = list(run)
+        if is_tool:
+            number = len(ordered) + 1
+            if not ordered or not _calls(ordered[-1]):
+                raise ValueError(f"message {number} of {len(messages)} is a tool's result, and no call stands before it")
+            calls = [call.call_id for call in ordered[-1].calls]
+            if calls and all(calls):
+                if lost := next((one.call_id for one in members if one.call_id and one.call_id not in calls), ""):
+                    raise ValueError(f"message {number} of {len(messages)}: no call before it has the tool_call_id {lost!r}")
+                if all(one.call_id for one in members):
+                    members.sort(key=lambda one: calls.index(one.call_id))
+        ordered += members
+    return ordered
+
+
+def _calls(message: Message) -> bool:
+    return message.role == "assistant" and bool(message.calls or OPEN in f"{message.content}{message.reasoning}")
+
+
 def _checked(message: Message, tools: list[dict[str, Any]], specials: re.Pattern[str] | None, *, first: bool) -> Message:
     """The message. A call that a rollout refuses is refused, in tool_calls and in the text: the model would learn an error."""
     if message.role == "system" and not first:
@@ -64,8 +90,11 @@ def _checked(message: Message, tools: list[dict[str, Any]], specials: re.Pattern
         fault, which = call_fault(call.name, call.arguments, tools)
         if fault:
             raise ValueError(f"{fault}: {which}")
-    if message.role == "assistant" and OPEN in message.content:
-        for written in parse_tool_calls(message.content, [schema_of(tool) for tool in tools]):
+    if OPEN in (said := f"{message.reasoning}\n{message.content}") and message.role == "assistant":
+        calls = parse_tool_calls(said, [schema_of(tool) for tool in tools])
+        if calls and message.calls:
+            raise ValueError("writes a call in its text beside tool_calls, which a rollout would run too; write each call once")
+        for written in calls:
             named = written.status is CallStatus.UNKNOWN_TOOL and written.name
             if not written.valid and not (named and not tools):  # without tools every name is unknown
                 raise ValueError(f"writes a call that a rollout refuses: {written.message}")
@@ -83,7 +112,7 @@ def row_segments(row: Mapping[str, Any], specials: re.Pattern[str] | None = None
 
     Raises ValueError for a row of another shape, or of which nothing is trained.
     """
-    given = [key for key in ("segments", "messages", "system", "functions") if row.get(key) is not None]
+    given = [key for key in ("segments", "messages", "system", "system_prompt", "functions") if row.get(key) is not None]
     if given not in (["segments"], ["messages"]) or not isinstance(row[given[0]], list):
         raise ValueError(
             'expected {"messages": [...], "tools": [...]} or {"segments": [[text, 0 or 1], ...]}, got '

@@ -25,6 +25,8 @@ class SFTRows:
         self._rows: list[tuple[numpy.ndarray, numpy.ndarray]] = []
         self.skipped = 0
         """Rows left out because their trained tokens are all beyond `max_length`."""
+        self.cut = 0
+        """Rows of which the tokens up to `max_length` are kept."""
 
     def add(self, ids: list[int], mask: list[int]) -> None:
         self._rows.append((numpy.array(ids, numpy.int32), numpy.array(mask, numpy.uint8)))
@@ -68,6 +70,7 @@ def load_sft_rows(paths: Sequence[str | Path], tokenizer: Any, max_length: int) 
                 raise DataError(f"{where}: no token of this row is trained")
             row_mask[0] = 0  # nothing predicts the first token
             if any(row_mask[:max_length]):
+                rows.cut += len(row_ids) > max_length
                 rows.add(row_ids[:max_length], row_mask[:max_length])
             else:
                 rows.skipped += 1
@@ -89,7 +92,7 @@ def read_segments(
         for row in bar:
             try:
                 segments = row_segments(row.values, pattern)
-            except (ValueError, RecursionError) as error:
+            except (ValueError, TypeError, RecursionError) as error:
                 raise DataError(f"{row.where}: {error}") from None
             if not chatml and row.values.get("segments") is None:
                 raise DataError(

@@ -34,6 +34,9 @@ def code(cell: str) -> str:
     return found[1]
 
 
+CALLED = [{"id": "c1", "name": "f", "arguments": {}}]
+
+
 class Letters:
     """A tokenizer of one token a character, which keeps the control tokens of ChatML."""
 
@@ -55,8 +58,9 @@ def sft_row(example: dict[str, Any]) -> tuple[dict[str, Any], str]:
     if "role" not in example:
         return example, ""
     answer = [] if example["role"] == "assistant" else [{"role": "assistant", "content": "."}]
-    messages = [{"role": "user", "content": "?"}, example, *answer]
-    return {"messages": messages}, f"message 2 of {len(messages)} "
+    asks = [{"role": "assistant", "content": "ask", "tool_calls": CALLED}] if example["role"] == "tool" else []
+    messages = [{"role": "user", "content": "?"}, *asks, example, *answer]
+    return {"messages": messages}, f"message {2 + len(asks)} of {len(messages)} "
 
 
 @pytest.mark.parametrize(("example", "outcome"), table("SFT rows"))
@@ -76,7 +80,8 @@ def test_sft_rows(tmp_path: Path, example: str, outcome: str) -> None:
     pieces = [tokenizer.names[i] for i in rows.input_ids]
     trained = "".join(piece for piece, mask in zip(pieces, rows.loss_mask) if mask)
     if outcome.startswith("untrained "):
-        assert said.removesuffix("<|im_end|>") in "".join(pieces) and trained == (".<|im_end|>" if row["messages"][2:] else "")
+        assert said.removesuffix("<|im_end|>") in "".join(pieces) and trained.endswith(".<|im_end|>")
+        assert trained == ".<|im_end|>" or trained.startswith("ask\n<tool_call>")
     else:
         assert outcome.startswith("trained ") and trained == said
         assert not ("reasoning" in example or "<think>" in example) or f"assistant\n<reason>{said}" in "".join(pieces)
