@@ -28,6 +28,7 @@ DAPO = (
         "Question:\n{}\nPlease put your final answer in \\boxed{{answer}}.",
         '{}\n\nRemember to put your answer on its own line after "Answer:", and you do not need to use a \\boxed command.',
         "{}\n请将最终答案放在\\boxed{{}}中。",
+        "{}\nPut your answer inside a box using the LaTeX command \\boxed{{}}.",
     ],
 )
 def test_wrappers_of_public_sets_come_off(wrapped: str) -> None:
@@ -42,6 +43,10 @@ def test_wrappers_of_public_sets_come_off(wrapped: str) -> None:
         "A box holds 3 balls. Please give the answer in the form $m+n$.",
         "Let $x$ be an integer. Find the answer.",
         "Think of a number step by step doubled each day. What is it after 5 days?",
+        "What is 2 to the power of 100? Give your answer modulo 1000 in \\boxed{}.",
+        "How long is it? Please put your final answer rounded to the nearest integer within \\boxed{}.",
+        "The area is m/n in lowest terms. Your final answer should be of the form m+n.",
+        "2的100次方是多少? 请将最终答案对1000取模后放在\\boxed{}中。",
     ],
 )
 def test_problems_keep_their_own_words(problem: str) -> None:
@@ -169,3 +174,9 @@ def test_boilerplate_can_be_spared() -> None:
     assert NGramIndex(texts, boilerplate=3).match(problem) is None
     assert NGramIndex(texts, boilerplate=4).match(problem) is not None
     assert NGramIndex(texts[:1] * 5, boilerplate=3).match(problem) is not None  # one problem, five times
+
+
+def test_brackets_and_signs_behind_numbers_tell_problems_apart() -> None:
+    for one, two in (("(1+2)*3?", "1+(2*3)?"), ("Is it 5!?", "Is it 5?"), ("10% of 50", "10 of 50"), ("|x|-1", "x-1")):
+        assert fingerprint(words(one, operators=True)) != fingerprint(words(two, operators=True))
+    assert fingerprint(words("Find it!", operators=True)) == fingerprint(words("Find it.", operators=True))

@@ -81,6 +81,37 @@ def test_directories_that_datasets_reads(tmp_path: Path, monkeypatch: pytest.Mon
     assert contents(read_problems([tmp_path / "dict"], KEYS)) == expected
 
 
+def test_a_saved_set_without_splits_is_a_training_set(tmp_path: Path) -> None:
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
+    with pytest.raises(DataError, match="saved:test: cannot be read by datasets"):
+        read_problems([f"hf:{tmp_path}/saved:test"], KEYS)
+
+
+def test_a_directory_of_which_datasets_would_pass_over_a_file_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    for name in ("a.jsonl", "b.jsonl", "c.parquet"):
+        write_rows(tmp_path / "mixed" / name, ROWS)
+    with pytest.raises(DataError, match=r"datasets does not read c.parquet beside the others; name the files one by one"):
+        read_problems([tmp_path / "mixed"], KEYS)
+    for name in ("code.jsonl", "math_train.jsonl"):
+        write_rows(tmp_path / "named" / name, ROWS)
+    with pytest.raises(DataError, match=r"datasets does not read code.jsonl beside the others"):
+        read_problems([tmp_path / "named"], KEYS)
+    write_rows(tmp_path / "tables" / "a.csv", [{"question": "q", "answer": "007"}])
+    with pytest.raises(DataError, match=r"datasets reads texts of a.csv as numbers and dates; name the files one by one"):
+        read_problems([tmp_path / "tables"], KEYS)
+
+
+def test_a_directory_with_the_name_of_a_reader_is_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path / "json" / "train.jsonl", ROWS)
+    write_rows(tmp_path / "other.jsonl", ROWS[:1])
+    assert len(read_problems(["json"], KEYS)) == 3
+
+
 def test_names_of_the_hub() -> None:
     assert HubName.of("openai/gsm8k:main:test@v1") == HubName("openai/gsm8k", "main", "test", "v1")
     assert HubName.of("owner/name") == HubName("owner/name", None, "train", None)
@@ -150,6 +181,18 @@ def test_what_pandas_makes_of_arrays_in_csv_is_refused(tmp_path: Path, name: str
 def test_other_texts_in_brackets_stay_texts(tmp_path: Path, text: str) -> None:
     (problem,) = read_problems([write_rows(tmp_path / "a.csv", [{"prompt": text, "solutions": text}])])
     assert (problem.prompt[0]["content"], problem.solutions) == (text, [text])
+
+
+def test_as_many_directories_as_tell_files_apart(tmp_path: Path) -> None:
+    names = ["gsm8k/main/train.jsonl", "math/main/train.jsonl", "d/rows.jsonl", "d/rows.parquet", "else.jsonl"]
+    problems = read_problems([write_rows(tmp_path / name, ROWS[:1]) for name in names], KEYS)
+    ids = [problem.query_id for problem in problems]
+    assert ids == ["gsm8k-main-train-1", "math-main-train-1", "rows.jsonl-1", "rows.parquet-1", "else-1"]
+
+
+def test_exact_decimals_of_parquet_are_answers(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.parquet", [{"prompt": "a", "solutions": Decimal("2.50")}])
+    assert read_problems([path])[0].solutions == ["2.50"]
 
 
 def test_files_of_one_name_in_two_directories(tmp_path: Path) -> None:

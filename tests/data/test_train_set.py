@@ -15,7 +15,7 @@ from rstar2_megatron.data import resumable
 from rstar2_megatron.data.math_sources import SOURCES
 from rstar2_megatron.data.problems import read_problems
 from rstar2_megatron.data.resumable import ResumablePass
-from rstar2_megatron.data.rows import DataError, HubName, Input, Row, Source
+from rstar2_megatron.data.rows import DataError, HubName, Input, Row, Source, find_files
 from rstar2_megatron.data.train_set import Options, main, parse_source, process
 from rstar2_megatron.records.whole_file import write_jsonl
 from tests.data.test_cleaning import DAPO
@@ -166,6 +166,39 @@ def test_another_configuration_starts_from_the_first_row(tmp_path: Path, monkeyp
     assert list(ResumablePass(tmp_path, {"ngram": 8}).accepted()) == [{"a": 1}]
     other = ResumablePass(tmp_path, {"ngram": 9})
     assert not other.resumed and list(other.accepted()) == [] and other.row == 0
+
+
+def test_a_mended_file_is_read_again(tmp_path: Path) -> None:
+    """A pass that ended without a problem leaves its position, which is not that of another file of the name."""
+    path = tmp_path / "in.jsonl"
+    write_jsonl(path, [{"prompt": "a", "solution": "1/2"}])
+    with pytest.raises(DataError, match="no problem is left"):
+        process(parse_source(f"dapo={path}"), tmp_path / "out", Options())
+    write_jsonl(path, [{"prompt": "a", "solution": "2"}])
+    assert process(parse_source(f"dapo={path}"), tmp_path / "out", Options())["rows_out"] == 1
+
+
+def test_force_leaves_no_validation_set_of_an_earlier_pass(tmp_path: Path) -> None:
+    rows = [{"prompt": f"What is {i}?", "solution": str(i)} for i in range(20)]
+    write_jsonl(tmp_path / "in.jsonl", rows)
+    words = ["--source", f"dapo={tmp_path}/in.jsonl", "--out", str(tmp_path / "out")]
+    assert main([*words, "--validation", "5"]) == 0 and (tmp_path / "out" / "validation.jsonl").is_file()
+    (tmp_path / "out" / "train.jsonl").unlink()
+    (tmp_path / "out" / "report.json").unlink()
+    assert main(words) == 2  # the validation set is a result too
+    assert main([*words, "--force"]) == 0 and not (tmp_path / "out" / "validation.jsonl").exists()
+    assert len(read_problems([tmp_path / "out" / "train.jsonl"])) == 20
+
+
+def test_no_file_of_a_directory_is_passed_over(tmp_path: Path) -> None:
+    """Of problems that decontaminate, that would be one which is trained on."""
+    (tmp_path / "few").mkdir()
+    write_jsonl(tmp_path / "few" / "A.JSONL", [{"problem": "a b c"}])
+    write_jsonl(tmp_path / "few" / "b.jsonl", [{"problem": "d e f"}])
+    assert [path.name for path in find_files(str(tmp_path / "few"))] == ["A.JSONL", "b.jsonl"]
+    (tmp_path / "few" / "c.jsonl.gz").write_bytes(b"")
+    with pytest.raises(DataError, match=r"c.jsonl.gz: such files are not read; unpack or convert it, or move it out of"):
+        find_files(str(tmp_path / "few"))
 
 
 def test_limit_reads_that_many_rows_of_each_input(files: dict[str, Path], tmp_path: Path) -> None:

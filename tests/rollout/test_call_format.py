@@ -170,6 +170,20 @@ TABLE = [
     ),
     ("llama3", '{"name": "search"}', [(JSON, 'lacks "parameters"')]),
     ("pythonic", "[search('a')]", [(ARGUMENTS, "Write every argument of 'search' as key=value")]),
+    *(
+        ("pythonic", f"[search(query='a', tags=[{value}])]", [(ARGUMENTS, 'Argument "tags" holds a value that is no JSON')])
+        for value in ("{1, 2}", "b'x'", "1j", "...", "{1: 'a', 'b': 2}", "0x" + "F" * 5000, "1e999")
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "search", "arguments": {"query": "a", "tags": ["\\ud83d"]}}</tool_call>',
+        [(ARGUMENTS, "half of a surrogate")],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "search", "arguments": {"query": "a", "tags": [NaN]}}</tool_call>',
+        [(ARGUMENTS, "no JSON")],
+    ),
     ("pythonic", "[search(query=a + b)]", [(ARGUMENTS, "must be written out as a value, got 'a + b'")]),
     ("pythonic", "[search(query='a'), 3]", [(V, {"query": "a"}), (SYNTAX, "'3' is no call")]),
     ("pythonic", "[search(query='a')] I wait.", [(SYNTAX, "end the turn with the list")]),

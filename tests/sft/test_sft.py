@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from transformers import AddedToken, AutoTokenizer
 
@@ -45,6 +48,69 @@ def test_every_epoch_takes_every_row_once() -> None:
 def write(path: Path, rows: list[Any]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def called(name: str, call_id: str, **arguments: Any) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def result(call_id: str, content: Any) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call_id, "content": content}
+
+
+def test_results_come_in_the_order_of_their_calls(tokenizer: Any, tmp_path: Path) -> None:
+    calls = [called("w", "c1", city="Rome"), called("w", "c2", city="Oslo")]
+    begin = [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": calls}]
+    end = {"role": "assistant", "content": "done"}
+    results = [result("c2", "cold"), result("c1", "hot")]
+    path = write(tmp_path / "a.jsonl", [{"messages": [*begin, *order, end]} for order in (results, results[::-1])])
+    rows = load_sft_rows([path], tokenizer, 2000)
+    text = tokenizer.decode(rows[0].input_ids)
+    assert rows[0].input_ids.tolist() == rows[1].input_ids.tolist() and text.index("hot") < text.index("cold")
+
+
+def test_a_table_teaches_no_arguments_that_nobody_wrote(tokenizer: Any, tmp_path: Path) -> None:
+    """Objects of one column of parquet have all keys of all rows."""
+    ask = {"role": "user", "content": "?"}
+    first, second = called("g", "c1", city="Rome"), called("h", "c2", day="Monday")
+    turns = [{"role": "assistant", "tool_calls": [first]}, result("c1", "1"), {"role": "assistant", "tool_calls": [second]}]
+    tools = [
+        {"type": "function", "function": {"name": "g", "parameters": {"properties": {"city": {"type": "string"}}}}},
+        {"type": "function", "function": {"name": "h", "parameters": {"properties": {"day": {"type": "string"}}}}},
+    ]
+    row = {"messages": [ask, *turns], "tools": tools}
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
+    assert pq.read_table(tmp_path / "a.parquet").to_pylist() != [row]
+    written = load_sft_rows([write(tmp_path / "a.jsonl", [row])], tokenizer, 2000)
+    table = load_sft_rows([tmp_path / "a.parquet"], tokenizer, 2000)
+    assert table[0].input_ids.tolist() == written[0].input_ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(date(2026, 1, 1), "whose arguments hold what JSON cannot"), (b"x", "JSON cannot")]
+)
+def test_columns_that_json_cannot_hold(tokenizer: Any, tmp_path: Path, value: Any, said: str) -> None:
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [called("g", "c1", x=value)]}]
+    pq.write_table(pa.Table.from_pylist([{"messages": messages}]), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=rf"a.parquet row 1: message 2 of 2 .*{said}"):
+        load_sft_rows([tmp_path / "a.parquet"], tokenizer, 2000)
+
+
+def test_a_key_that_stands_twice_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"messages": [], "messages": [{"role": "assistant", "content": "b"}]}\n')
+    with pytest.raises(DataError, match="the key 'messages' stands twice in an object"):
+        load_sft_rows([path], tokenizer, 2000)
+    calls = [{"name": "f", "arguments": '{"x": 1, "x": 2}'}]
+    write(path, [{"messages": [{"role": "assistant", "tool_calls": calls}]}])
+    with pytest.raises(DataError, match="message 1 of 1 has JSON in a text in which the key 'x' stands twice"):
+        load_sft_rows([path], tokenizer, 2000)
+
+
+def test_rows_that_are_cut_are_counted(tokenizer: Any, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"segments": [["ab", 0], ["cd" * n, 1]]} for n in (1, 400)])
+    rows = load_sft_rows([path], tokenizer, 64)
+    assert (len(rows), rows.cut, rows.skipped) == (2, 1, 0)
 
 
 def test_rows_keep_ids_and_masks(tokenizer: Any, tmp_path: Path) -> None:

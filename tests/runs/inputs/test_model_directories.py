@@ -171,6 +171,7 @@ def word_list(case: Case) -> None:
     """The older form of a tokenizer, with more words than the embedding has rows."""
     (case.model / "tokenizer.json").unlink()
     (case.model / "vocab.json").write_text(json.dumps({f"w{i}": i for i in range(700)}))
+    (case.model / "merges.txt").touch()
 
 
 def other_json(case: Case) -> None:
@@ -214,6 +215,17 @@ def tool_template(case: Case) -> None:
     template(HERMES, "additional_chat_templates/tool_use.jinja")(case)
 
 
+def no_model_type(case: Case) -> None:
+    path = case.model / "config.json"
+    path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != "model_type"}))
+
+
+def no_merges(case: Case) -> None:
+    raw = json.loads((case.model / "tokenizer.json").read_text())
+    (case.model / "vocab.json").write_text(json.dumps(raw["model"]["vocab"]))
+    (case.model / "tokenizer.json").unlink()
+
+
 REFUSED: dict[str, Callable[[Case], object]] = {
     "a config that is nested too deeply": lambda c: (c.model / "config.json").write_text('{"a": ' + "[" * 100000),
     "no directory of this name": lambda c: c.words.append(f"rollout.model.model_path={c.model}/nowhere"),
@@ -247,6 +259,8 @@ REFUSED: dict[str, Callable[[Case], object]] = {
     "a LoRA adapter beside the weights": adapter_beside,
     "weights that config.json names itself": config(transformers_weights="old-backup.safetensors"),
     "another `model_type`": config(model_type="llama"),
+    "no `model_type`": no_model_type,
+    "a vocab.json without its merges.txt": no_merges,
     "key/value heads that do not divide": config(num_key_value_heads=3),
     "key/value heads that are no number": config(num_key_value_heads="2"),
     "another number of key/value heads": config(num_key_value_heads=4),
