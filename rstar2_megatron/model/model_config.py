@@ -74,7 +74,10 @@ class ModelConfig:
                 f"{path} does not exist: give a Hugging Face model directory (config.json, *.safetensors, tokenizer)"
             )
         raw = read_object(path)
-        return cls.from_dict(raw, where=str(path), scores=scores)
+        found = cls.from_dict(raw, where=str(path), scores=scores)
+        if "model_type" not in raw:
+            raise ValueError(f"{path} has no model_type, by which transformers finds the model's code; copy it again")
+        return found
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any], where: str = "config.json", *, scores: bool = False) -> ModelConfig:
@@ -90,8 +93,6 @@ class ModelConfig:
                 f"{where}: architecture {architecture} is not supported; "
                 f"supported: {', '.join(DEFAULTS)} (docs/add_a_model.md adds one)"
             )
-        if "model_type" not in raw:
-            raise ValueError(f"{where} has no model_type, by which transformers finds the model's code; copy it again")
         raw = {**DEFAULTS[architecture], **raw}
         rope = _rope_parameters(raw, where)
         for problem in key_problems({**raw, **rope}, DEFAULTS[architecture]["model_type"]):

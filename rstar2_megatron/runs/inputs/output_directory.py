@@ -9,6 +9,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import yaml
+
 from rstar2_megatron.settings.load import ConfigError
 from rstar2_megatron.settings.schema import Settings
 
@@ -18,11 +20,23 @@ def run_directory(settings: Settings) -> Path:
 
 
 def output_problems(settings: Settings) -> Iterator[str]:
-    """A path that is or lies below a file. Nothing is made."""
+    """A path that is or lies below a file, or has a run of another task. Nothing is made."""
     directory = run_directory(settings).absolute()
     nearest = next(path for path in (directory, *directory.parents) if path.exists())
     if not nearest.is_dir():
         yield f"{nearest} is a file, and the run would write into {directory}; set runner.output_dir to a directory"
+    saved, task = directory / "config.yaml", settings.runner.task_type
+    if saved.is_file() and (there := _task_of(saved)) not in ("", task):
+        yield (
+            f"{directory} has a run of runner.task_type={there}, this one is of {task}; give each its runner.experiment_name"
+        )
+
+
+def _task_of(saved: Path) -> str:
+    try:
+        return str(yaml.safe_load(saved.read_text(encoding="utf-8"))["runner"]["task_type"])
+    except (OSError, yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError):  # cut off by a kill
+        return ""
 
 
 @contextlib.contextmanager

@@ -171,6 +171,17 @@ def test_one_sentence(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert not case.output.is_dir() or not any(case.output.rglob("*.jsonl"))
 
 
+def test_a_directory_of_a_run_of_another_task(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its checkpoints would be resumed, or its model moved aside."""
+    case = Case(tmp_path)
+    assert main([*case.arguments(), "runner.experiment_name=mine", "--dry-run"]) == 0
+    (case.output / "mine").mkdir(parents=True)
+    (case.output / "mine" / "config.yaml").write_text("runner: {task_type: sft}\n")
+    assert main([*case.arguments(), "runner.experiment_name=mine", "--dry-run"]) == 2
+    said = f"{case.output}/mine has a run of runner.task_type=sft, this one is of reasoning; give each its"
+    assert said in capfd.readouterr().err
+
+
 def test_a_read_only_output_directory(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     case = Case(tmp_path)
     case.output.mkdir()
