@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from rstar2_megatron.model.config_json import DEFAULTS
 from rstar2_megatron.model.model_config import ModelConfig
 
 # name: (hidden, MLP width, layers, heads, KV heads, vocabulary, tied embeddings)
@@ -68,7 +69,8 @@ def known_config(model_path: str) -> dict[str, Any] | None:
     for family, sizes, keys in _FAMILIES:
         if words >= set(family.split()):
             shape = next((shape for size, shape in sizes.items() if size in words), None)
-            return None if shape is None else dict(zip(_NAMES, shape)) | keys
+            kind = {"model_type": DEFAULTS[keys["architectures"][0]]["model_type"]}
+            return None if shape is None else dict(zip(_NAMES, shape)) | keys | kind
     return None
 
 

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from rstar2_megatron.model.config_json import DEFAULTS
 from rstar2_megatron.model.known_models import known_config
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.runs.check.context import Context
@@ -56,9 +55,8 @@ def build(job: Job, raw: dict[str, Any], directory: str, precision: str, tokeniz
 
     target = Path(directory)
     torch.manual_seed(0)
-    kind = raw.get("model_type") or DEFAULTS[raw["architectures"][0]]["model_type"]
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    config = AutoConfig.for_model(kind, **{k: v for k, v in raw.items() if k != "model_type"})
+    config = AutoConfig.for_model(**raw)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
