@@ -1,6 +1,6 @@
 """Problems -> those that a model does not always solve, with its pass counts.
 
-    python data_process/filter_by_difficulty.py --model DIR --data FILE [FILE ...] --out DIR [--config NAME] [key=value ...]
+    python data_process/filter_by_difficulty.py --model DIR --data FILE [FILE ...] --out DIR --config NAME [key=value ...]
 
 8 attempts at each problem through the agent loop of training; problems that were always solved are dropped. After a stop
 the same command continues. The conversation format, the sampling and the engine come from the

@@ -32,12 +32,13 @@ bash run_rstar2.sh --ablate FILE [--arms NAME,NAME] [--seeds N,N] [key=value ...
                   after a kill, the same command continues in the right stage
   --ablate FILE   the arms of FILE under its seeds and their comparison (docs/ablations.md); what is
                   finished is not run again, so after a stop the same command continues
-  --new NAME      write NAME.yaml here: a short YAML that fits this machine, a Hugging Face directory and jsonl of
+  --new NAME      write NAME.yaml here: a short YAML that fits this machine, a Hugging Face directory and files of
                   problems (docs/your_model.md)
   --dry-run       check the configuration, print the plan (algorithm, placement, batch arithmetic, token budgets), exit
   --check         prove this machine for NAME before a night is spent on it: driver, versions, collectives, kernels,
                   layouts, optimizer, offload, checkpoint, engine, judge, weight routes and one whole step on a thin
-                  random model; a line each, all of it in {{runner.output_dir}}/NAME.check.json; exit code 1 if one failed
+                  random model; a line each, all of it in {{runner.output_dir}}/{{runner.experiment_name}}.check.json;
+                  exit code 1 if one failed
   --print-config  print the resolved YAML, exit
   --help          this text
 
@@ -45,10 +46,12 @@ What a run does: starts Redis and the Code Judge on loopback (unless tools.codej
 tiny model if the YAML asks for it, cold-starts it by SFT, evaluates, trains with GRPO-RoC, evaluates again, draws the
 curves, prints a table, and stops what it started.
 
-What it writes, under {{runner.output_dir}}/{{runner.experiment_name}}/ (default results/NAME/):
+What it writes, under {{runner.output_dir}}/{{runner.experiment_name}}/ (e.g. results/rstar2-7b/):
   metrics.jsonl  one object a step        tensorboard/   event files       trajectories.jsonl  samples
   curves.png     reward, length, errors   checkpoints/global_step_N/       model/              Hugging Face directory
   rollouts/      all tokens, with runner.save_rollout_tokens=True (runner.replay_rollouts=DIR trains on them again)
+  config.yaml    all settings             code/  own code                  held_out.json, evaluation/  held-out scores
+  logs/          of judge, engines, Ray
   traces/        with runner.trace=N: step N for Perfetto (python -m rstar2_megatron.report.timeline RUN draws it)
   profiles/      with runner.profiler.steps=N: torch profiles of actor and engines
 

@@ -93,7 +93,7 @@ def test_the_plans_of_the_document_are_the_programs(
 def test_commands_take_the_options_that_the_documents_give_them() -> None:
     both = "\n".join(map(text, DOCUMENTS)).replace("\\\n", " ")
     for line in re.findall(r"-m rstar2_megatron\.judge (.*)", both):
-        command_line().parse_args(re.sub(r" +#.*", "", line).split())
+        command_line().parse_args(re.sub(r" +[#&].*", "", line).split())
     scripts = re.findall(r"(data_process/\w+\.py) (.*)", both)
     assert len(scripts) == 2
     for script, words in scripts:

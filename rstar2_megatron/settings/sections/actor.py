@@ -57,7 +57,7 @@ class WeightSyncSettings(Section):
 
     route: Literal["auto", "cuda_ipc", "shared_memory", "broadcast", "disk"] = "auto"
     """auto: CUDA IPC on shared GPUs, shared memory on one node, otherwise a broadcast (NCCL, gloo); disk when those
-    fail at the first sync.
+    fail.
     """
     bucket_mb: int = Field(512, ge=1)
     """MiB of weights that travel at a time."""

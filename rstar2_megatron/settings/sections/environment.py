@@ -222,7 +222,7 @@ class CodeJudgeSettings(Section):
     host_addr: str | None = None
     """Address of a running judge; null: the run starts its own on loopback."""
     host_port: int | None = Field(None, ge=1, le=65535)
-    """null: a free port."""
+    """null: a free port; of a running judge 8088."""
     redis_uri: str | None = None
     """URI of a running Redis, e.g. redis://host:6379/0; null: the run starts its own on loopback."""
     num_workers: int = Field(2, ge=1)
