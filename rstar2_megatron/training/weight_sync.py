@@ -124,7 +124,7 @@ class WeightSync:
         whole = {n: [c[i] for i in sorted(c)] for n, c in copies.items() if len(c) == sent[0].num_buckets}
         if len(whole) < len(copies) and not self._warned:
             self._warned = True
-            logger.warning("some node has no room for a copy of the weights: an engine lost there is gone until the next update")
+            logger.warning("a node has no room for a copy of the weights: an engine lost there is gone until the next update")
         return self._rollout.start("keep_weights", whole, version)
 
     def _route(self) -> WeightRoute:
