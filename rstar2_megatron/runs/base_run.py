@@ -6,8 +6,9 @@ import functools
 import json
 import logging
 import signal
+import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
@@ -39,11 +40,13 @@ class StopSignals:
 
     Python discards an exception that is raised inside a finalizer or a library's callback. So `Stopped` is raised again
     every few seconds until `ignore`. `install` is called again after Ray has started, because Ray replaces the
-    handler of SIGTERM with its own. SIGUSR2 asks for an end after the step that runs, with everything saved.
+    handler of SIGTERM with its own. SIGUSR2 asks for an end after the step that runs, with everything saved; runs that are
+    children are asked too.
     """
 
     def __init__(self) -> None:
         self._previous: dict[int, Any] = {}
+        self._runs: list[subprocess.Popen[bytes]] = []
         self.end_asked = False
         self.received: int | None = None
         """The signal that stopped the run; errors after it are consequences."""
@@ -63,6 +66,12 @@ class StopSignals:
         for number in self._previous:
             signal.signal(number, signal.SIG_IGN)
 
+    def ask_with_us(self, run: subprocess.Popen[bytes]) -> None:
+        """SIGUSR2 reaches this child as well, also if it has come already."""
+        self._runs.append(run)
+        if self.end_asked:
+            run.send_signal(signal.SIGUSR2)
+
     def stop_behind(self, error: BaseException) -> Stopped | None:
         """The stop that `error` is or follows from, or None.
 
@@ -74,6 +83,8 @@ class StopSignals:
 
     def _ask_for_end(self, *_: object) -> None:
         self.end_asked = True
+        for run in self._runs:
+            run.send_signal(signal.SIGUSR2)
 
     def _stop(self, signal_number: int, frame: FrameType | None) -> None:
         self.ignore()
@@ -111,10 +122,10 @@ class BaseRun:
         """
         runner = self.settings.runner
         resume = find_resume(runner.resume_dir, self.checkpoints)
-        if resume and runner.resume_dir == "auto" and self._is_finished(resume[0], total_steps):
+        if resume and runner.resume_dir == "auto" and finished_step(self.directory, runner, total_steps) == resume[0]:
             self._archive(f"it finished with step {resume[0]}")
             resume = None
-        elif resume is None and self._has_results():
+        elif resume is None and (self.directory / "metrics.jsonl").exists():
             self._archive("it has no checkpoint to resume from")
         self.directory.mkdir(parents=True, exist_ok=True)
         (self.directory / FINISHED).unlink(missing_ok=True)
@@ -122,17 +133,6 @@ class BaseRun:
         for _, code in all_user_code(self.settings):
             code.save(self.directory)
         return resume
-
-    def _is_finished(self, step: int, total_steps: int) -> bool:
-        """True when the run ended with this step and the settings do not ask for more."""
-        path = self.directory / FINISHED
-        if not path.is_file():
-            return False
-        finished = json.loads(path.read_text())
-        return bool(finished["step"] == step and asks_for_no_more(finished, self.settings.runner, total_steps))
-
-    def _has_results(self) -> bool:
-        return (self.directory / "metrics.jsonl").exists()
 
     def mark_finished(self, step: int, condition: str = "") -> None:
         """Note that everything of the run is on disk. `condition`: the condition that ended it before its last step, or ""."""
@@ -157,9 +157,17 @@ class BaseRun:
         quietly(self.temporary.remove)
 
 
-def asks_for_no_more(finished: Mapping[str, Any], runner: RunnerSettings, total_steps: int) -> bool:
-    """Whether the run that left this finished.json has all steps, or the settings still have conditions that may end it."""
-    return bool(finished["step"] >= total_steps or (finished["condition"] and runner.stop_when))
+def finished_step(directory: Path, runner: RunnerSettings, total_steps: int) -> int | None:
+    """The last step of the run of `directory`; None when it did not finish, or when the settings ask for more.
+
+    A run that a condition ended has no more to do while the settings have conditions.
+    """
+    path = directory / FINISHED
+    if not path.is_file():
+        return None
+    finished: dict[str, Any] = json.loads(path.read_text())
+    ended = finished["step"] >= total_steps or (finished["condition"] and runner.stop_when)
+    return finished["step"] if ended else None
 
 
 def quietly(action: Callable[[], object]) -> None:
