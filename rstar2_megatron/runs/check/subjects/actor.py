@@ -32,9 +32,8 @@ def optimizer(*, on_host: bool) -> Callable[[Context], Finding]:
             "overlap_grad_reduce": False,
             "optimizer_cpu_offload": on_host,
         }
-        figures = context.nodes.ranks(
-            f"{_PROGRAMS}:optimizer_error", 1, 170.0, case=make_case(context, optim=optim, **_STAY), batch=make_batch(context)
-        )[0]
+        case = make_case(context, optim=optim, **_STAY)
+        figures = context.nodes.one(f"{_PROGRAMS}:optimizer_error", 170.0, case=case, batch=make_batch(context))
         allowed = 1e-3 if context.settings.actor.model.precision == "fp32" else 0.05
         words = f"a step is {figures['error']:.1e} from AdamW's formula, allowed {allowed:.0e}; {figures['seconds']:.2f} s"
         if figures["skipped"] or not figures["error"] <= allowed:
@@ -46,7 +45,7 @@ def optimizer(*, on_host: bool) -> Callable[[Context], Finding]:
 
 def offload(context: Context) -> Finding:
     case = make_case(context, optim={"use_distributed_optimizer": True, "optimizer_cpu_offload": False}, **_OFFLOAD)
-    figures = context.nodes.ranks(f"{_PROGRAMS}:offload_and_reload", 1, 170.0, case=case, batch=make_batch(context))[0]
+    figures = context.nodes.one(f"{_PROGRAMS}:offload_and_reload", 170.0, case=case, batch=make_batch(context))
     before, away = figures["bytes_before"], figures["bytes_away"]
     freed = 1 - away / max(before, 1)
     words = (
@@ -66,8 +65,8 @@ def checkpoint(context: Context) -> Finding:
     )
     directory = context.scratch / "checkpoint"
     arguments: dict[str, Any] = {"case": case, "batch": make_batch(context), "directory": str(directory)}
-    saved = context.nodes.ranks(f"{_PROGRAMS}:save_checkpoint", 1, 170.0, **arguments)[0]
-    loaded = context.nodes.ranks(f"{_PROGRAMS}:load_checkpoint", 1, 110.0, **arguments)[0]
+    saved = context.nodes.one(f"{_PROGRAMS}:save_checkpoint", 170.0, **arguments)
+    loaded = context.nodes.one(f"{_PROGRAMS}:load_checkpoint", 110.0, **arguments)
     shutil.rmtree(directory, ignore_errors=True)
     figures = {
         **{k: v for k, v in saved.items() if k != "weights"},
@@ -98,14 +97,8 @@ def speed(context: Context) -> Finding:
     length = min(settings.runner.seq_length // 2, tokens) if gpu else longest_sequence(context)
     count = max(1, tokens // length) * (2 if gpu else 1)
     case = changed(make_case(context, max_tokens=tokens, **_STAY), {"runner.seq_length": length})
-    figures = context.nodes.ranks(
-        f"{_PROGRAMS}:training_speed",
-        1,
-        170.0,
-        case=case,
-        batch=random_batch(context.thin_config, count, length, length),
-        steps=4 if gpu else 2,
-    )[0]
+    batch = random_batch(context.thin_config, count, length, length)
+    figures = context.nodes.one(f"{_PROGRAMS}:training_speed", 170.0, case=case, batch=batch, steps=4 if gpu else 2)
     words = f"{figures['tokens_per_s']:.0f} tokens/s, {figures['tflops']:.3g} TFLOP/s a rank with {length} tokens a sequence"
     if not gpu:
         return Finding(f"{words}; the plan has no figure for CPUs", figures)
