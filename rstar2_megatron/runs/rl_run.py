@@ -197,19 +197,12 @@ class RLRun(ClusterRun):
         """A fresh optimizer; with `runner.init_checkpoint` the loaded one. The present weights become the reference."""
         settings = self.settings
         if settings.runner.init_checkpoint:
-            self.actor.call("continue_rl", timeout_s=settings.runner.step_timeout_s)
-            return
-        self.actor.call(
-            "start_rl",
-            settings.actor.optim,
-            settings.actor.lr_sched,
-            settings.runner.max_steps,
-            timeout_s=settings.runner.step_timeout_s,
-        )
+            self.ask_actor("continue_rl")
+        else:
+            self.ask_actor("start_rl", settings.actor.optim, settings.actor.lr_sched, settings.runner.max_steps)
 
     def _load_init_checkpoint(self) -> None:
-        directory = str(Path(self.settings.runner.init_checkpoint or "") / "actor")
-        self.actor.call("load_checkpoint", directory, timeout_s=self.settings.runner.step_timeout_s)
+        self.ask_actor("load_checkpoint", str(Path(self.settings.runner.init_checkpoint or "") / "actor"))
 
     def _resume(self, step: int, checkpoint: Path) -> int:
         """Load a checkpoint into actor, loader and engines; returns its step."""
@@ -217,7 +210,7 @@ class RLRun(ClusterRun):
         state = load_data_state(checkpoint)
         if self.settings.runner.init_checkpoint and self.settings.algorithm.kl_beta:
             self._load_init_checkpoint()  # the reference of the KL term
-        self.actor.call("resume", str(checkpoint / "actor"), timeout_s=self.settings.runner.step_timeout_s)
+        self.ask_actor("resume", str(checkpoint / "actor"))
         self.loader.load_state_dict(state["loader"])
         random.setstate(state["python_random"])
         self.table = state["table"]
@@ -321,7 +314,7 @@ class RLRun(ClusterRun):
             raise
         except CollapseError:
             if self._unfinished is not None:
-                self.actor.call("finish_checkpoint", timeout_s=self.settings.runner.step_timeout_s)
+                self.ask_actor("finish_checkpoint")
                 self._unfinished.discard()
                 self._unfinished = None
             raise
@@ -337,12 +330,8 @@ class RLRun(ClusterRun):
             "scored": (self._scored, self.trainer.score(self._scored)) if self._scored else None,
         }
         self._publish_checkpoint()
-        timeout = self.settings.runner.step_timeout_s
         self._unfinished = checkpoint.begin_save(
-            self.checkpoints,
-            step,
-            lambda directory: self.actor.call("save_checkpoint", directory, False, timeout_s=timeout),
-            state,
+            self.checkpoints, step, lambda directory: self.ask_actor("save_checkpoint", directory, False), state
         )
         self._unfinished_updated, self._updated = self._updated, False
 
@@ -392,7 +381,7 @@ class RLRun(ClusterRun):
                 result = self._evaluate("held-out after RL")
             self.table["after_rl"] = result.average
         model = self.directory / "model"
-        self.actor.call("export_hf", str(model), timeout_s=self.settings.runner.step_timeout_s)
+        self.ask_actor("export_hf", str(model))
         write_format(model, self.settings)
         self.table["seconds"] = time.perf_counter() - self.started
         self._write_table()
