@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from rstar2_megatron.records.disk import nearest_existing
 from rstar2_megatron.settings.load import ConfigError
 from rstar2_megatron.settings.schema import Settings
 
@@ -20,7 +21,7 @@ def run_directory(settings: Settings) -> Path:
 def output_problems(settings: Settings) -> Iterator[str]:
     """A path that is or lies below a file. Nothing is made."""
     directory = run_directory(settings).absolute()
-    nearest = next(path for path in (directory, *directory.parents) if path.exists())
+    nearest = nearest_existing(directory)
     if not nearest.is_dir():
         yield f"{nearest} is a file, and the run would write into {directory}; set runner.output_dir to a directory"
 
