@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
@@ -108,7 +108,8 @@ class BaseRun:
         self.started = time.perf_counter()
         self.directory = Path(settings.runner.output_dir) / settings.runner.experiment_name
         self.checkpoints = self.directory / "checkpoints"
-        self._closing: list[Callable[[], object]] = []
+        self._closing = contextlib.ExitStack()
+        self._closing.callback(self.temporary.remove)
 
     def train(self) -> None:
         """The whole run."""
@@ -151,10 +152,10 @@ class BaseRun:
 
     def close(self) -> None:
         """End everything that the run started. Never raises, so that the reason of the stop is not hidden."""
-        for close in reversed(self._closing):
-            quietly(close)
-        self._closing.clear()
-        quietly(self.temporary.remove)
+        try:
+            self._closing.close()
+        except Exception:
+            logger.debug("while closing", exc_info=True)
 
 
 def finished_step(directory: Path, runner: RunnerSettings, total_steps: int) -> int | None:
@@ -168,10 +169,3 @@ def finished_step(directory: Path, runner: RunnerSettings, total_steps: int) -> 
     finished: dict[str, Any] = json.loads(path.read_text())
     ended = finished["step"] >= total_steps or (finished["condition"] and runner.stop_when)
     return finished["step"] if ended else None
-
-
-def quietly(action: Callable[[], object]) -> None:
-    try:
-        action()
-    except Exception:
-        logger.debug("while closing", exc_info=True)

@@ -20,7 +20,7 @@ class ClusterRun(BaseRun):
     def __init__(self, settings: Settings, signals: StopSignals) -> None:
         super().__init__(settings, signals)
         self.cluster = TrainingCluster(settings, to_dict_config(settings))
-        self._closing.append(self.cluster.close)  # closed last, because closing runs in reverse order
+        self._closing.callback(self.cluster.close)  # closed last, because closing runs in reverse order
 
     def ask_actor(self, method: str, *arguments: Any) -> Any:
         """What the actor's ranks return, as a list, within the deadline of a step."""

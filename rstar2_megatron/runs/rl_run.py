@@ -101,7 +101,7 @@ class RLRun(ClusterRun):
         data = settings.data
         model = str(self.cached_sft.model) if self.cached_sft else settings.rollout.model.model_path
         self._say(f"starting {'the Code Judge, ' if settings.agentloop.needs_judge else ''}Ray and RLinf")
-        self._closing.append(self.judge.stop)
+        self._closing.callback(self.judge.stop)
         self.judge.begin()
         self.cluster.start()
         self.signals.install()
@@ -110,7 +110,7 @@ class RLRun(ClusterRun):
         self.rollout = self.cluster.launch_rollout()
         self.reward = self.cluster.launch_reward()
         for group in (self.reward, self.rollout):
-            self._closing.append(functools.partial(group.call, "shutdown", timeout_s=15))
+            self._closing.callback(group.call, "shutdown", timeout_s=15)
         judge_url = self.judge.wait_ready()
         self.judge.watch()
         address = self.actor.call("rendezvous_address", timeout_s=timeout, ranks=[0])[0]
@@ -138,13 +138,13 @@ class RLRun(ClusterRun):
         actor_figures = actors.result(timeout)[0]
         end = DriverEnd(self.cluster.channel, self.rollout, self.reward, settings.runner)
         self.coordinator = RolloutCoordinator(end, settings)
-        self._closing.append(lambda: self._publish_checkpoint(_LAST_PUBLISH_S))
-        self._closing.append(self.coordinator.close)
+        self._closing.callback(self._publish_checkpoint, _LAST_PUBLISH_S)
+        self._closing.callback(self.coordinator.close)
         self.coordinator.end.check_services = self.judge.check
         self.trainer = Trainer(
             settings, self.actor, self.rollout, self.coordinator, device=self.cluster.device, colocated=colocated
         )
-        self._closing.append(self.trainer.source.close)
+        self._closing.callback(self.trainer.source.close)
         self.traces = StepTraces(self.directory, settings.runner.trace, (self.actor, self.rollout, self.reward))
         if settings.runner.metrics_port is not None:
             self._serve_metrics(settings.runner.metrics_port)
@@ -158,7 +158,7 @@ class RLRun(ClusterRun):
     def _serve_metrics(self, port: int) -> None:
         """Raises PortUnusable."""
         server = MetricsServer(listening_address(self.settings.cluster.num_nodes), port)
-        self._closing.append(server.close)
+        self._closing.callback(server.close)
         self.coordinator.end.show_progress = functools.partial(export_progress, server)
         self._export_step = server.set_step
 
@@ -250,7 +250,7 @@ class RLRun(ClusterRun):
         """
         runner = self.settings.runner
         log = MetricLogger(self.cluster.config)
-        self._closing.append(log.finish)
+        self._closing.callback(log.finish)
         for step in range(done + 1, runner.max_steps + 1):
             earlier = self.files.metrics.rows()
             if runner.stop_when and (held := first_that_holds(runner.stop_when, earlier)):

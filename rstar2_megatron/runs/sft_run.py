@@ -112,7 +112,7 @@ class SFTRun(ClusterRun):
         figures = self.ask_actor("initialize", model, address, self.cluster.device)[0]
         self._say(f"ready: {figures['actor/parameters'] / 1e6:.2f} M parameters on {len(self.actor)} actor ranks")
         self.log = MetricLogger(self.cluster.config)
-        self._closing.append(self.log.finish)
+        self._closing.callback(self.log.finish)
         self._lap = time.perf_counter()
 
     def _after(self, done: int, steps: list[Metrics], phase: SFTPhaseSettings) -> None:
