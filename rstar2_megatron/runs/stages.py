@@ -196,11 +196,8 @@ class StagePlan:
         self.recipe = recipe
         self._loaded: dict[tuple[str, ...], Settings] = {}
         self._common, self._own = split_overrides(recipe, words)
-        for number, word in enumerate(list(self._common)):
-            if word.startswith("runner.experiment_name="):
-                recipe.name = word.partition("=")[2].strip("'\"")
-                del self._common[number]
-                break
+        if named := [word for word in self._common if word.startswith("runner.experiment_name=")]:
+            recipe.name = named[0].partition("=")[2].strip("'\"")  # of its directory; `_load` gives each stage its own
         first = self._load(recipe.stages[0], [])
         self.root = Path(first.runner.output_dir) / recipe.name
 
