@@ -31,7 +31,7 @@ from rstar2_megatron.report.names import panel
 from rstar2_megatron.report.read import read_logs
 from rstar2_megatron.runs.base_run import Stopped, StopSignals, finished_step
 from rstar2_megatron.runs.preflight import check_before_start
-from rstar2_megatron.runs.stages import override_word, read_section
+from rstar2_megatron.runs.stages import override_words, read_section
 from rstar2_megatron.services.process import start_child, terminate_tree
 from rstar2_megatron.settings.load import ConfigError, load, to_plain, users_path
 from rstar2_megatron.settings.placement import slots_of
@@ -140,16 +140,15 @@ def run_ablation(file: str, words: Sequence[str], arms: Sequence[str], seeds: Se
 
 def _runs(ablation: Ablation, words: Sequence[str], arms: Sequence[str], seeds: Sequence[int]) -> Runs:
     """Seed by seed. Raises ConfigError with the arm's name."""
-    common = [override_word(key, value) for key, value in ablation.overrides.items()]
+    common = override_words(ablation.overrides)
     base = load(ablation.config, [*common, *words]).settings
     root = Path(base.runner.output_dir) / base.runner.experiment_name
     runs: Runs = {}
     for seed in seeds:
-        last = [f"cold_start.seed={base.cold_start.seed}", f"actor.seed={seed}", f"data.seed={seed}"]
-        last.append(override_word("runner.output_dir", str(root)))
+        last = {"cold_start.seed": base.cold_start.seed, "actor.seed": seed, "data.seed": seed, "runner.output_dir": str(root)}
         for arm in arms:
-            own = [override_word(key, value) for key, value in ablation.arms[arm].items()]
-            used = [*common, *own, *words, *last, f"runner.experiment_name={arm}-{seed}"]
+            last["runner.experiment_name"] = f"{arm}-{seed}"
+            used = [*common, *override_words(ablation.arms[arm]), *words, *override_words(last)]
             try:
                 runs[arm, seed] = ArmRun(f"{arm}-{seed}", used, resolve_tiny(load(ablation.config, used).settings))
             except ConfigError as error:
