@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
 import signal
@@ -87,15 +86,12 @@ class StopSignals:
             run.send_signal(signal.SIGUSR2)
 
     def _stop(self, signal_number: int, frame: FrameType | None) -> None:
-        self.ignore()
-        self.received = signal_number
-        signal.signal(signal.SIGALRM, functools.partial(self._raise, signal_number))
-        signal.setitimer(signal.ITIMER_REAL, _RAISE_AGAIN_S, _RAISE_AGAIN_S)
-        raise Stopped(signal_number)
-
-    @staticmethod
-    def _raise(signal_number: int, *_: object) -> None:
-        raise Stopped(signal_number)
+        if self.received is None:
+            self.ignore()
+            self.received = signal_number
+            signal.signal(signal.SIGALRM, self._stop)
+            signal.setitimer(signal.ITIMER_REAL, _RAISE_AGAIN_S, _RAISE_AGAIN_S)
+        raise Stopped(self.received)
 
 
 class BaseRun:

@@ -36,25 +36,25 @@ def held_directory(settings: Settings) -> Iterator[None]:
     lock = directory.with_name(f".{directory.name}.lock")
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        held = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+        held = lock.open("a+", errors="replace")
     except OSError as error:
         raise ConfigError(
             f"runner.output_dir={settings.runner.output_dir} cannot be written ({error.strerror}: {error.filename}); set it to "
             "a directory that you may write"
         ) from None
-    try:
+    with held:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 yield  # a file system without locks
                 return
-            owner = os.read(held, 100).decode(errors="replace").strip()
+            held.seek(0)
+            owner = held.read(100).strip()
             raise ConfigError(
                 f"{directory} is in use by a run ({owner}); wait for it, or set runner.experiment_name to another name"
             ) from None
-        os.ftruncate(held, 0)
-        os.pwrite(held, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+        held.truncate(0)
+        held.write(f"process {os.getpid()} on {os.uname().nodename}\n")
+        held.flush()
         yield
-    finally:
-        os.close(held)
