@@ -70,7 +70,7 @@ class CheckRun(RLRun):
         self._cold_start()  # there is none: the first sync, the gate on the weights, a fresh optimizer
         self._train_steps(0)
         row = self.files.metrics.rows()[-1]
-        if row.get("train/actor/skipped_update") or row.get("actor/skipped_update"):
+        if row.get("train/actor/skipped_update"):
             raise RuntimeError("no trajectory was left to train on: see the engines' logs and the judge")
         return {key: value for key, value in row.items() if isinstance(value, int | float)}
 
