@@ -86,6 +86,8 @@ def check_before_start(
     raise_or_warn(cluster_problems(settings))
     raise_or_warn(placeholder_problems(settings))
     directory = Path(settings.rollout.model.model_path)
+    if directory.exists():  # what is there must be a model, in a dry run too
+        _raise(model_problems(settings))
     raise_or_warn(model_problems(settings))
     model, _ = model_of(settings)
     if model is not None and directory.is_dir():
