@@ -28,8 +28,6 @@ from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.sft.rows import load_sft_rows
 from rstar2_megatron.sft.training import run_sft_phase
 
-Evaluate = Callable[[str], HeldOutResult]
-
 
 @dataclass
 class ColdStartResult:
@@ -89,7 +87,7 @@ def find_reference(settings: Settings) -> ColdStartResult | None:
 
 
 def run_cold_start(
-    settings: Settings, actor: WorkerGroup, sync: Callable[[], object], evaluate: Evaluate | None
+    settings: Settings, actor: WorkerGroup, sync: Callable[[], object], evaluate: Callable[[str], HeldOutResult] | None
 ) -> ColdStartResult:
     """Train all phases, export the model, and evaluate before and after if `evaluate` is given.
 

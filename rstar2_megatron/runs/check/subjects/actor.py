@@ -9,6 +9,7 @@ from typing import Any
 from rstar2_megatron.runs.check.case import longest_sequence, make_batch, make_case, random_batch
 from rstar2_megatron.runs.check.context import Context
 from rstar2_megatron.runs.check.result import Check, CheckFailed, Finding
+from rstar2_megatron.runs.check.subjects.network import AFTER, BUG
 from rstar2_megatron.settings.planning.advice import changed
 from rstar2_megatron.settings.planning.estimates import train_share
 
@@ -109,16 +110,14 @@ def speed(context: Context) -> Finding:
     return Finding(words, {**figures, "planned_mfu": planned})
 
 
-_BUG = "a wrong result here is a bug of this project or of a library: please report it with the report file"
-_AFTER = ("thin model", "one rank")
 CHECKS = [
-    Check("optimizer step", optimizer(on_host=False), _BUG, deadline_s=180.0, after=_AFTER),
-    Check("optimizer on the host", optimizer(on_host=True), f"actor.optim.optimizer_cpu_offload=False avoids it; {_BUG}",
-          deadline_s=180.0, after=_AFTER),
+    Check("optimizer step", optimizer(on_host=False), BUG, deadline_s=180.0, after=AFTER),
+    Check("optimizer on the host", optimizer(on_host=True), f"actor.optim.optimizer_cpu_offload=False avoids it; {BUG}",
+          deadline_s=180.0, after=AFTER),
     Check("offload and reload", offload, "something else holds the memory: take PYTORCH_ALLOC_CONF out of the environment",
-          deadline_s=180.0, after=_AFTER),
+          deadline_s=180.0, after=AFTER),
     Check("checkpoint", checkpoint, "is the disk full or failing? runner.output_dir on another file system",
-          deadline_s=300.0, after=_AFTER),
+          deadline_s=300.0, after=AFTER),
     Check("training speed", speed, "nvidia-smi -q -d CLOCK,POWER: is the GPU throttled? without TransformerEngine it is slower",
-          deadline_s=180.0, after=_AFTER),
+          deadline_s=180.0, after=AFTER),
 ]  # fmt: skip

@@ -209,17 +209,17 @@ def implementation(job: Job) -> str:
     return str(choose_implementation("auto", job.device))
 
 
-_BUG = "a wrong result here is a bug of this project or of a library: please report it with the report file"
-_AFTER = ("thin model", "one rank")
+BUG = "a wrong result here is a bug of this project or of a library: please report it with the report file"
+AFTER = ("thin model", "one rank")
 CHECKS = [
-    Check("head in chunks", head, _BUG, after=("thin model",)),
-    Check("one rank", reference, _BUG, deadline_s=180.0, after=("thin model",)),
-    Check("packed attention", one_at_a_time, f"actor.model.transformer_impl=local avoids the fused kernel; {_BUG}",
-          deadline_s=180.0, after=_AFTER),
-    Check("TransformerEngine", engine_layers, f"actor.model.transformer_impl=local trains without it; {_BUG}",
-          deadline_s=240.0, after=_AFTER, gpu=True),
-    Check("data parallel", layout(), _BUG, deadline_s=180.0, after=_AFTER, ranks=2),
-    *(Check(f"{key.split('_')[0]} parallel", layout(key), _BUG, deadline_s=180.0, after=_AFTER, ranks=2)
+    Check("head in chunks", head, BUG, after=("thin model",)),
+    Check("one rank", reference, BUG, deadline_s=180.0, after=("thin model",)),
+    Check("packed attention", one_at_a_time, f"actor.model.transformer_impl=local avoids the fused kernel; {BUG}",
+          deadline_s=180.0, after=AFTER),
+    Check("TransformerEngine", engine_layers, f"actor.model.transformer_impl=local trains without it; {BUG}",
+          deadline_s=240.0, after=AFTER, gpu=True),
+    Check("data parallel", layout(), BUG, deadline_s=180.0, after=AFTER, ranks=2),
+    *(Check(f"{key.split('_')[0]} parallel", layout(key), BUG, deadline_s=180.0, after=AFTER, ranks=2)
       for key in _LAYOUT),
-    Check("whole layout", whole_layout, _BUG, deadline_s=180.0, after=_AFTER, ranks=2),
+    Check("whole layout", whole_layout, BUG, deadline_s=180.0, after=AFTER, ranks=2),
 ]  # fmt: skip
