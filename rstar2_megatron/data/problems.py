@@ -15,7 +15,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,10 @@ class Columns:
 
     prompt: str = "prompt"
     answer: str = "solutions"
-    rows: UserCode | None = field(default=None, hash=False)  # it has none; equality compares it
+    rows: UserCode | None = None
+
+    def __hash__(self) -> int:
+        return hash((self.prompt, self.answer, self.rows and self.rows.sha256))
 
 
 _DEFAULT = Columns()
