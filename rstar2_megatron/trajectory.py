@@ -180,9 +180,7 @@ class Trajectory(PerToken):
     calls_per_turn: list[int] = field(default_factory=list)  # how many of `tool_calls` each turn made
     finish_reason: FinishReason | None = None
     reward: float | None = None  # None until graded
-    reward_terms: dict[str, float] = field(
-        default_factory=dict
-    )  # by name, before their weights; empty with the math grader alone
+    reward_terms: dict[str, float] = field(default_factory=dict)  # before their weights; empty with the math grader alone
     positive: bool | None = None  # whether the reward is above reward.positive_above; None: above 0
     grade_detail: str = ""  # reason of the reward: correct, timeout, no box, ...
     answer: str | None = None  # the answer that the grader extracted

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rstar2_megatron.settings.schema import DifficultyFilterSettings
 from rstar2_megatron.trajectory import Problem
 
 
@@ -23,19 +24,6 @@ class PassCount:
     solved: int
     samples: int
 
-    def why_dropped(self, *, always_solved: bool, never_solved: bool, wanted: int) -> str:
-        """The reason to drop the problem, or "".
-
-        A problem with fewer than `wanted` usable attempts stays, because its pass rate is not known.
-        """
-        if self.samples < wanted:
-            return ""
-        if always_solved and self.solved == self.samples:
-            return "always solved"
-        if never_solved and not self.solved:
-            return "never solved"
-        return ""
-
 
 def pass_counts(problems: Sequence[Problem], verdicts: Iterable[tuple[str, bool]]) -> list[PassCount]:
     """Counts in the order of the problems, of (query_id, whether it is right) of every usable attempt."""
@@ -45,6 +33,22 @@ def pass_counts(problems: Sequence[Problem], verdicts: Iterable[tuple[str, bool]
         samples[query_id] += 1
         solved[query_id] += right
     return [PassCount(p.query_id, solved[p.query_id], samples[p.query_id]) for p in problems]
+
+
+def dropped_problems(counts: Iterable[PassCount], options: DifficultyFilterSettings, wanted: int) -> dict[str, str]:
+    """The reason by query_id of each problem that `options` drop.
+
+    A problem with fewer than `wanted` usable attempts stays, because its pass rate is not known.
+    """
+    reasons: dict[str, str] = {}
+    for count in counts:
+        if count.samples < wanted:
+            continue
+        if options.drop_always_solved and count.solved == count.samples:
+            reasons[count.query_id] = "always solved"
+        elif options.drop_never_solved and not count.solved:
+            reasons[count.query_id] = "never solved"
+    return reasons
 
 
 def difficulty_report(counts: Sequence[PassCount], dropped: Mapping[str, str], wanted: int) -> dict[str, Any]:

@@ -25,8 +25,6 @@ from rstar2_megatron.data.resumable import ResumablePass
 from rstar2_megatron.data.rows import DataError, Input, Row, Unusable, inputs_of
 from rstar2_megatron.data.sft_sources import SFT_SOURCES
 
-_KEY_BYTES = 12
-
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -40,10 +38,10 @@ class Options:
     limit: int | None = None
 
 
-def sampling_key(conversation: Mapping[str, Any], seed: int) -> str:
+def sampling_key(conversation: Mapping[str, Any], seed: int) -> int:
     """Sort key of a conversation in the sampling order: a hash of the user messages."""
     said = [m["content"] for m in conversation["messages"] if m["role"] == "user"]
-    return hashlib.blake2b(json.dumps([seed, said]).encode(), digest_size=_KEY_BYTES).hexdigest()
+    return int.from_bytes(hashlib.blake2b(json.dumps([seed, said]).encode(), digest_size=12).digest())
 
 
 @dataclass(slots=True)
@@ -53,19 +51,19 @@ class Selection:
     counts: Mapping[str, int]
     _heaps: dict[str, list[int]] = field(default_factory=dict)
     """The keys as negative numbers: the largest key is the first."""
-    seen: set[str] = field(default_factory=set)
+    seen: set[int] = field(default_factory=set)
     """Sampling keys of all conversations of any source that `offer` has accepted."""
 
-    def offer(self, source: str, where: str) -> bool:
+    def offer(self, source: str, key: int) -> bool:
         """True when the conversation is among the smallest so far."""
-        heap, key = self._heaps.setdefault(source, []), -int(where, 16)
+        heap = self._heaps.setdefault(source, [])
         if len(heap) < self.counts[source]:
-            heapq.heappush(heap, key)
+            heapq.heappush(heap, -key)
             return True
-        return bool(heap) and heapq.heappushpop(heap, key) != key
+        return bool(heap) and heapq.heappushpop(heap, -key) != -key
 
-    def chosen(self) -> set[tuple[str, str]]:
-        return {(source, f"{-key:0{2 * _KEY_BYTES}x}") for source, heap in self._heaps.items() for key in heap}
+    def chosen(self) -> set[tuple[str, int]]:
+        return {(source, -key) for source, heap in self._heaps.items() for key in heap}
 
 
 def process(inputs: Sequence[Input], out: Path, options: Options) -> dict[str, Any]:
@@ -74,9 +72,9 @@ def process(inputs: Sequence[Input], out: Path, options: Options) -> dict[str, A
     selection = Selection(options.counts)
     with ResumablePass(out, configuration) as state:
         for row in state.accepted():
-            where = sampling_key(row, options.seed)
-            selection.offer(row["source"], where)
-            selection.seen.add(where)
+            key = sampling_key(row, options.seed)
+            selection.offer(row["source"], key)
+            selection.seen.add(key)
         for source in inputs:
             state.counters.setdefault(source.name, {"in": 0, "usable": 0, "dropped": {}})
 
@@ -84,13 +82,13 @@ def process(inputs: Sequence[Input], out: Path, options: Options) -> dict[str, A
             conversation = SFT_SOURCES[name].parse(row)
             if sum(map(len, _texts(conversation))) > options.max_chars:
                 raise Unusable("too long")
-            where = sampling_key(conversation, options.seed)
-            if where in selection.seen:
+            key = sampling_key(conversation, options.seed)
+            if key in selection.seen:
                 raise Unusable("duplicate")
             state.counters[name]["usable"] += 1
-            if not selection.offer(name, where):
+            if not selection.offer(name, key):
                 return None
-            selection.seen.add(where)
+            selection.seen.add(key)
             return conversation
 
         state.keep(inputs, SFT_SOURCES, options.limit, lambda source: state.counters[source.name], make)

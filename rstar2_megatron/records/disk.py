@@ -23,9 +23,15 @@ class NotWritten(OSError):
 
 def not_written(path: str | Path, number: int | None = None) -> NotWritten:
     """The error for a file that could not be written, with the reason of `errno`'s number where one is known."""
-    there = next(parent for parent in Path(path).absolute().parents if parent.exists())
+    there = nearest_existing(Path(path).parent)
     reason = os.strerror(number) if number else "is the disk full?"
     return NotWritten(errno.EIO, f"{reason} ({shutil.disk_usage(there).free / 1e6:.0f} MB are free there)", str(path))
+
+
+def nearest_existing(path: str | Path) -> Path:
+    """`path`, or the nearest directory above it that is there."""
+    absolute = Path(path).absolute()
+    return next(place for place in (absolute, *absolute.parents) if place.exists())
 
 
 @contextlib.contextmanager

@@ -29,9 +29,9 @@ from rstar2_megatron.report.arms import changes, work_of
 from rstar2_megatron.report.curves import main as draw
 from rstar2_megatron.report.names import panel
 from rstar2_megatron.report.read import read_logs
-from rstar2_megatron.runs.base_run import FINISHED, Stopped, StopSignals, asks_for_no_more
+from rstar2_megatron.runs.base_run import Stopped, StopSignals, finished_step
 from rstar2_megatron.runs.preflight import check_before_start
-from rstar2_megatron.runs.stages import override_word, read_section
+from rstar2_megatron.runs.stages import override_words, read_section
 from rstar2_megatron.services.process import start_child, terminate_tree
 from rstar2_megatron.settings.load import ConfigError, load, to_plain, users_path
 from rstar2_megatron.settings.placement import slots_of
@@ -76,8 +76,8 @@ class ArmRun:
     @property
     def state(self) -> str:
         """What a run of it would do."""
-        path, runner = self.directory / FINISHED, self.settings.runner
-        if path.is_file() and asks_for_no_more(json.loads(path.read_text()), runner, runner.max_steps):
+        runner = self.settings.runner
+        if finished_step(self.directory, runner, runner.max_steps) is not None:
             return "finished"
         return "continues, if it has a checkpoint" if self.directory.is_dir() else "to run"
 
@@ -137,16 +137,15 @@ def run_ablation(file: str, words: Sequence[str], arms: Sequence[str], seeds: Se
 
 def _runs(ablation: Ablation, words: Sequence[str], arms: Sequence[str], seeds: Sequence[int]) -> Runs:
     """Seed by seed. Raises ConfigError with the arm's name."""
-    common = [override_word(key, value) for key, value in ablation.overrides.items()]
+    common = override_words(ablation.overrides)
     base = load(ablation.config, [*common, *words]).settings
     root = Path(base.runner.output_dir) / base.runner.experiment_name
     runs: Runs = {}
     for seed in seeds:
-        last = [f"cold_start.seed={base.cold_start.seed}", f"actor.seed={seed}", f"data.seed={seed}"]
-        last.append(override_word("runner.output_dir", str(root)))
+        last = {"cold_start.seed": base.cold_start.seed, "actor.seed": seed, "data.seed": seed, "runner.output_dir": str(root)}
         for arm in arms:
-            own = [override_word(key, value) for key, value in ablation.arms[arm].items()]
-            used = [*common, *own, *words, *last, f"runner.experiment_name={arm}-{seed}"]
+            last["runner.experiment_name"] = f"{arm}-{seed}"
+            used = [*common, *override_words(ablation.arms[arm]), *words, *override_words(last)]
             try:
                 runs[arm, seed] = ArmRun(f"{arm}-{seed}", used, resolve_tiny(load(ablation.config, used).settings))
             except ConfigError as error:
@@ -178,21 +177,19 @@ def _run(ablation: Ablation, runs: Sequence[ArmRun], signals: StopSignals) -> in
     """
     waiting = [run for run in runs if run.state != "finished"]
     running: dict[subprocess.Popen[bytes], ArmRun] = {}
-    failed, told = 0, False
+    failed = 0
     try:
         while running or (waiting and not signals.end_asked):
-            if signals.end_asked and not told:
-                waiting, told = [], True
-                for process in running:
-                    process.send_signal(signal.SIGUSR2)
             # The first one makes the model that all start from: it is alone until it has a step.
             one_has_a_step = any((run.directory / "metrics.jsonl").is_file() for run in runs)
-            if waiting and len(running) < (ablation.at_once if one_has_a_step else 1):
+            if waiting and not signals.end_asked and len(running) < (ablation.at_once if one_has_a_step else 1):
                 run = waiting.pop(0)
-                running[_start(ablation.config, run)] = run
+                process = _start(ablation.config, run)
+                running[process] = run
+                signals.ask_with_us(process)
             for process in [process for process in running if process.poll() is not None]:
                 run, code = running.pop(process), process.returncode
-                if code and not (told and code in _ENDED_AS_ASKED):
+                if code and not (signals.end_asked and code in _ENDED_AS_ASKED):
                     failed += 1
                     end = "\n".join(run.log.read_text(errors="replace").splitlines()[-_SHOWN_LINES:])
                     text = f"error: {run.name} ended with exit code {code}; the end of {run.log}:\n{end}"

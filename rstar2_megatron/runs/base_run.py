@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import json
 import logging
 import signal
+import subprocess
 import time
-from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
@@ -39,11 +39,13 @@ class StopSignals:
 
     Python discards an exception that is raised inside a finalizer or a library's callback. So `Stopped` is raised again
     every few seconds until `ignore`. `install` is called again after Ray has started, because Ray replaces the
-    handler of SIGTERM with its own. SIGUSR2 asks for an end after the step that runs, with everything saved.
+    handler of SIGTERM with its own. SIGUSR2 asks for an end after the step that runs, with everything saved; runs that are
+    children are asked too.
     """
 
     def __init__(self) -> None:
         self._previous: dict[int, Any] = {}
+        self._runs: list[subprocess.Popen[bytes]] = []
         self.end_asked = False
         self.received: int | None = None
         """The signal that stopped the run; errors after it are consequences."""
@@ -63,6 +65,12 @@ class StopSignals:
         for number in self._previous:
             signal.signal(number, signal.SIG_IGN)
 
+    def ask_with_us(self, run: subprocess.Popen[bytes]) -> None:
+        """SIGUSR2 reaches this child as well, also if it has come already."""
+        self._runs.append(run)
+        if self.end_asked:
+            run.send_signal(signal.SIGUSR2)
+
     def stop_behind(self, error: BaseException) -> Stopped | None:
         """The stop that `error` is or follows from, or None.
 
@@ -74,17 +82,16 @@ class StopSignals:
 
     def _ask_for_end(self, *_: object) -> None:
         self.end_asked = True
+        for run in self._runs:
+            run.send_signal(signal.SIGUSR2)
 
     def _stop(self, signal_number: int, frame: FrameType | None) -> None:
-        self.ignore()
-        self.received = signal_number
-        signal.signal(signal.SIGALRM, functools.partial(self._raise, signal_number))
-        signal.setitimer(signal.ITIMER_REAL, _RAISE_AGAIN_S, _RAISE_AGAIN_S)
-        raise Stopped(signal_number)
-
-    @staticmethod
-    def _raise(signal_number: int, *_: object) -> None:
-        raise Stopped(signal_number)
+        if self.received is None:
+            self.ignore()
+            self.received = signal_number
+            signal.signal(signal.SIGALRM, self._stop)
+            signal.setitimer(signal.ITIMER_REAL, _RAISE_AGAIN_S, _RAISE_AGAIN_S)
+        raise Stopped(self.received)
 
 
 class BaseRun:
@@ -97,7 +104,8 @@ class BaseRun:
         self.started = time.perf_counter()
         self.directory = Path(settings.runner.output_dir) / settings.runner.experiment_name
         self.checkpoints = self.directory / "checkpoints"
-        self._closing: list[Callable[[], object]] = []
+        self._closing = contextlib.ExitStack()
+        self._closing.callback(self.temporary.remove)
 
     def train(self) -> None:
         """The whole run."""
@@ -111,10 +119,10 @@ class BaseRun:
         """
         runner = self.settings.runner
         resume = find_resume(runner.resume_dir, self.checkpoints)
-        if resume and runner.resume_dir == "auto" and self._is_finished(resume[0], total_steps):
+        if resume and runner.resume_dir == "auto" and finished_step(self.directory, runner, total_steps) == resume[0]:
             self._archive(f"it finished with step {resume[0]}")
             resume = None
-        elif resume is None and self._has_results():
+        elif resume is None and (self.directory / "metrics.jsonl").exists():
             self._archive("it has no checkpoint to resume from")
         self.directory.mkdir(parents=True, exist_ok=True)
         (self.directory / FINISHED).unlink(missing_ok=True)
@@ -122,17 +130,6 @@ class BaseRun:
         for _, code in all_user_code(self.settings):
             code.save(self.directory)
         return resume
-
-    def _is_finished(self, step: int, total_steps: int) -> bool:
-        """True when the run ended with this step and the settings do not ask for more."""
-        path = self.directory / FINISHED
-        if not path.is_file():
-            return False
-        finished = json.loads(path.read_text())
-        return bool(finished["step"] == step and asks_for_no_more(finished, self.settings.runner, total_steps))
-
-    def _has_results(self) -> bool:
-        return (self.directory / "metrics.jsonl").exists()
 
     def mark_finished(self, step: int, condition: str = "") -> None:
         """Note that everything of the run is on disk. `condition`: the condition that ended it before its last step, or ""."""
@@ -151,19 +148,20 @@ class BaseRun:
 
     def close(self) -> None:
         """End everything that the run started. Never raises, so that the reason of the stop is not hidden."""
-        for close in reversed(self._closing):
-            quietly(close)
-        self._closing.clear()
-        quietly(self.temporary.remove)
+        try:
+            self._closing.close()
+        except Exception:
+            logger.debug("while closing", exc_info=True)
 
 
-def asks_for_no_more(finished: Mapping[str, Any], runner: RunnerSettings, total_steps: int) -> bool:
-    """Whether the run that left this finished.json has all steps, or the settings still have conditions that may end it."""
-    return bool(finished["step"] >= total_steps or (finished["condition"] and runner.stop_when))
+def finished_step(directory: Path, runner: RunnerSettings, total_steps: int) -> int | None:
+    """The last step of the run of `directory`; None when it did not finish, or when the settings ask for more.
 
-
-def quietly(action: Callable[[], object]) -> None:
-    try:
-        action()
-    except Exception:
-        logger.debug("while closing", exc_info=True)
+    A run that a condition ended has no more to do while the settings have conditions.
+    """
+    path = directory / FINISHED
+    if not path.is_file():
+        return None
+    finished: dict[str, Any] = json.loads(path.read_text())
+    ended = finished["step"] >= total_steps or (finished["condition"] and runner.stop_when)
+    return finished["step"] if ended else None

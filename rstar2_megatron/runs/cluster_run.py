@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
+from rstar2_megatron.cluster.calls import WorkerGroup
 from rstar2_megatron.cluster.launch import TrainingCluster
 from rstar2_megatron.runs.base_run import BaseRun, StopSignals
 from rstar2_megatron.settings.load import to_dict_config
@@ -13,10 +15,16 @@ from rstar2_megatron.settings.schema import Settings
 class ClusterRun(BaseRun):
     """A run with Ray, RLinf and worker groups."""
 
+    actor: WorkerGroup
+
     def __init__(self, settings: Settings, signals: StopSignals) -> None:
         super().__init__(settings, signals)
         self.cluster = TrainingCluster(settings, to_dict_config(settings))
-        self._closing.append(self.cluster.close)  # closed last, because closing runs in reverse order
+        self._closing.callback(self.cluster.close)  # closed last, because closing runs in reverse order
+
+    def ask_actor(self, method: str, *arguments: Any) -> Any:
+        """What the actor's ranks return, as a list, within the deadline of a step."""
+        return self.actor.call(method, *arguments, timeout_s=self.settings.runner.step_timeout_s)
 
     def close(self) -> None:
         """End everything that the run started, then workers and Ray. Never raises."""

@@ -28,8 +28,6 @@ from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.sft.rows import load_sft_rows
 from rstar2_megatron.sft.training import run_sft_phase
 
-Evaluate = Callable[[str], HeldOutResult]
-
 
 @dataclass
 class ColdStartResult:
@@ -77,13 +75,10 @@ def find_reference(settings: Settings) -> ColdStartResult | None:
     if not settings.algorithm.kl_beta or begins_elsewhere:
         return None
     try:
-        directory: Path | None = cache_dir(settings)
-        found = find_cached(settings)
+        found, where = find_cached(settings), f"{cache_dir(settings)} is gone"
     except OSError as error:  # the SFT data that name the cache are gone as well
-        directory, found = None, None
-        missing = str(error)
+        found, where = None, f"its name needs the SFT data: {error}"
     if found is None or not (found.model / "config.json").is_file():
-        where = f"{directory} is gone" if directory else f"its name needs the SFT data: {missing}"
         raise ValueError(
             f"resuming with algorithm.kl_beta={settings.algorithm.kl_beta} needs the cold start's model as reference, but "
             f"{where}; restore it, set algorithm.kl_beta=0, or start a new run by runner.resume_dir=null"
@@ -92,7 +87,7 @@ def find_reference(settings: Settings) -> ColdStartResult | None:
 
 
 def run_cold_start(
-    settings: Settings, actor: WorkerGroup, sync: Callable[[], object], evaluate: Evaluate | None
+    settings: Settings, actor: WorkerGroup, sync: Callable[[], object], evaluate: Callable[[str], HeldOutResult] | None
 ) -> ColdStartResult:
     """Train all phases, export the model, and evaluate before and after if `evaluate` is given.
 

@@ -42,8 +42,6 @@ def execute(settings: Settings, *, dry_run: bool, origins: Origins | None = None
         settings = resolve_tiny(settings, progress=lambda line: print(line, flush=True))
         for warning in check_before_start(settings, dry_run=dry_run, later=later):
             print(f"warning: {warning}", file=sys.stderr)
-    except ConfigError:
-        raise
     except ValueError as e:
         raise ConfigError(str(e)) from e
     except OSError as e:  # a file that cannot be read or written

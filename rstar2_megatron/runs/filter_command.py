@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rstar2_megatron.evaluation.configure import DATA_HELP, parse_words
 from rstar2_megatron.runs.execute import execute
-from rstar2_megatron.runs.stages import override_word
+from rstar2_megatron.runs.stages import override_words
 from rstar2_megatron.settings.load import ConfigError, load_settings, users_path
 
 
@@ -28,19 +28,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="as for training")
     arguments = parse_words(parser, argv, ("samples",))
     out = users_path(arguments.out).resolve()  # `.` has no name
-    words = [
-        "runner.task_type=difficulty_filter",
-        override_word("runner.output_dir", str(out.parent)),
-        override_word("runner.experiment_name", out.name),
-        override_word("rollout.model.model_path", arguments.model),
-        override_word("data.train_data_paths", [str(path) for path in arguments.data]),
-        f"difficulty_filter.num_samples={arguments.samples}",
-        f"difficulty_filter.num_problems={arguments.limit}",
-        f"difficulty_filter.drop_never_solved={arguments.drop_never_solved}",
-        *arguments.overrides,
-    ]
+    given = {
+        "runner.task_type": "difficulty_filter",
+        "runner.output_dir": str(out.parent),
+        "runner.experiment_name": out.name,
+        "rollout.model.model_path": arguments.model,
+        "data.train_data_paths": [str(path) for path in arguments.data],
+        "difficulty_filter.num_samples": arguments.samples,
+        "difficulty_filter.num_problems": arguments.limit,
+        "difficulty_filter.drop_never_solved": arguments.drop_never_solved,
+    }
     try:
-        return execute(load_settings(arguments.config, words), dry_run=False)
+        return execute(load_settings(arguments.config, [*override_words(given), *arguments.overrides]), dry_run=False)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

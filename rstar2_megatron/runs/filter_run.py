@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from rstar2_megatron.data.difficulty import PassCount, difficulty_report, pass_counts, render_report
+from rstar2_megatron.data.difficulty import difficulty_report, dropped_problems, pass_counts, render_report
 from rstar2_megatron.data.problems import Columns, drop_long_prompts, read_problems, row_of
 from rstar2_megatron.data.rows import DataError
 from rstar2_megatron.evaluation.sampling import sample
@@ -26,7 +26,7 @@ from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.runs.base_run import BaseRun, Stopped
 from rstar2_megatron.settings.placement import component_slots, slots_of, visible_gpus
-from rstar2_megatron.settings.schema import DataSettings, DifficultyFilterSettings, Settings
+from rstar2_megatron.settings.schema import DataSettings, Settings
 from rstar2_megatron.trajectory import Problem
 
 
@@ -49,6 +49,23 @@ class SamplingRun(BaseRun):
     def work(self) -> None:
         raise NotImplementedError
 
+    def sampling(self, samples: int) -> SamplingSettings:
+        """As in training, `samples` of each problem, on `rollout_gpus`; one engine without GPU."""
+        settings = self.settings
+        engines = max(1, len(rollout_gpus(settings)) // settings.rollout.tensor_parallel_size)
+        spec = replace(RolloutSpec.training(settings), samples=samples)
+        return SamplingSettings.of(settings, spec, model=settings.rollout.model.model_path, num_engines=engines)
+
+    def problems(self, limit: int) -> list[Problem]:
+        """The problems that training would use; of the first `limit` (-1: of all)."""
+        data = self.settings.data
+        problems: Sequence[Problem] = read_problems(data.train_data_paths, data)
+        problems = problems[:limit] if limit >= 0 else problems
+        tokenizer: Any = AutoTokenizer.from_pretrained(self.settings.rollout.model.model_path)
+        template = ChatTemplate(tokenizer, self.settings.agentloop)
+        kept, _ = drop_long_prompts(problems, lambda p: len(template.prompt_ids(p)), data.max_prompt_length)
+        return kept
+
 
 class FilterRun(SamplingRun):
     def work(self) -> None:
@@ -57,11 +74,9 @@ class FilterRun(SamplingRun):
         Raises DataError when no problem is left, and the errors of `evaluation.sampling.sample`.
         """
         settings, out = self.settings, self.directory
-        options, model = settings.difficulty_filter, settings.rollout.model.model_path
-        problems = short_problems(settings, options.num_problems)
-        spec = replace(RolloutSpec.training(settings), samples=options.num_samples)
-        sampling = SamplingSettings.of(settings, spec, model=model, num_engines=num_engines(settings))
-        samples = sample(problems, sampling, out / "trajectories.jsonl", label="difficulty")
+        options = settings.difficulty_filter
+        problems = self.problems(options.num_problems)
+        samples = sample(problems, self.sampling(options.num_samples), out / "trajectories.jsonl", label="difficulty")
         counts = pass_counts(problems, ((s.query_id, s.positive) for s in samples))
         dropped = dropped_problems(counts, options, options.num_samples)
         report = difficulty_report(counts, dropped, options.num_samples)
@@ -75,33 +90,10 @@ class FilterRun(SamplingRun):
         print(f"wrote {out / 'train.jsonl'} and pass_counts.jsonl, report.json, trajectories.jsonl beside it", flush=True)
 
 
-def dropped_problems(counts: Sequence[PassCount], options: DifficultyFilterSettings, wanted: int) -> dict[str, str]:
-    """The reason by query_id of each problem that `options` drop; those with fewer than `wanted` attempts stay."""
-    always, never = options.drop_always_solved, options.drop_never_solved
-    reasons = {count.query_id: count.why_dropped(always_solved=always, never_solved=never, wanted=wanted) for count in counts}
-    return {query_id: why for query_id, why in reasons.items() if why}
-
-
 def write_problems(path: Path, problems: Sequence[Problem], data: DataSettings) -> None:
     """Write problems as a data file, which a stage with `problems_from` reads."""
     columns = Columns(data.prompt_key, data.answer_key)
     write_jsonl(path, (row_of(problem, columns) for problem in problems))
-
-
-def short_problems(settings: Settings, limit: int) -> list[Problem]:
-    """The problems that training would use; of the first `limit` (-1: of all)."""
-    data = settings.data
-    problems: Sequence[Problem] = read_problems(data.train_data_paths, data)
-    problems = problems[:limit] if limit >= 0 else problems
-    tokenizer: Any = AutoTokenizer.from_pretrained(settings.rollout.model.model_path)
-    template = ChatTemplate(tokenizer, settings.agentloop)
-    kept, _ = drop_long_prompts(problems, lambda p: len(template.prompt_ids(p)), data.max_prompt_length)
-    return kept
-
-
-def num_engines(settings: Settings) -> int:
-    """Engines on `rollout_gpus`; one without GPU."""
-    return max(1, len(rollout_gpus(settings)) // settings.rollout.tensor_parallel_size)
 
 
 def rollout_gpus(settings: Settings) -> list[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.model.tokenizer_files import declared_special_tokens, directory_problems
 from rstar2_megatron.model.weight_files import weight_notes
 from rstar2_megatron.records.checkpoint import complete_checkpoints, find_resume
+from rstar2_megatron.records.disk import nearest_existing
 from rstar2_megatron.records.trajectory_files import rollouts_path
 from rstar2_megatron.reward.answer_text import worked_note
 from rstar2_megatron.reward.own import OwnReward
@@ -53,10 +54,10 @@ def check_before_start(
     *,
     dry_run: bool = False,
     find_gpus: Callable[[], tuple[int, float]] = visible_gpus,
-    free_bytes: Callable[[Path], int] | None = None,
+    free_bytes: Callable[[Path], int] = lambda directory: shutil.disk_usage(directory).free,
     later: Collection[str] = (),
 ) -> list[str]:
-    """Raise ConfigError for the first kind of mistakes found, all of a kind together; return warnings.
+    """Raise ValueError for the first kind of mistakes found, all of a kind together; return warnings.
 
     The settings are those of `resolve_tiny`: a name such as tiny:train that is left in them has no builder.
 
@@ -64,74 +65,63 @@ def check_before_start(
     right. `find_gpus` and `free_bytes` ask the machine; tests replace them. `later`: keys of files that an
     earlier stage of a recipe makes.
     """
+    warnings: list[str] = []
+
+    def raise_or_warn(problems: Iterable[str]) -> None:
+        if dry_run:
+            warnings.extend(problems)
+        else:
+            _raise(problems)
+
     _raise(arithmetic_problems(settings))
     _raise(output_problems(settings))
-    try:
-        find_resume(settings.runner.resume_dir, run_directory(settings) / "checkpoints")
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    find_resume(settings.runner.resume_dir, run_directory(settings) / "checkpoints")
     _raise(user_code_problems(settings))
     _raise(tool_problems(settings))
     gpus = find_gpus()
     slots = slots_of(settings.cluster, gpus, visible_host_gb())
-    warnings: list[str] = []
     if not slots.is_cpu and (problem := gpu_problem(gpus[0], os.environ.get("CUDA_VISIBLE_DEVICES"))):
-        _raise_or_warn([problem], dry_run, warnings)
-    try:
-        places = component_slots(settings.cluster, slots.count)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-
+        raise_or_warn([problem])
+    places = component_slots(settings.cluster, slots.count)
     _raise(asynchronous_problems(settings, places))
-    _raise_or_warn(list(cluster_problems(settings)), dry_run, warnings)
-    _raise_or_warn(list(placeholder_problems(settings)), dry_run, warnings)
+    raise_or_warn(cluster_problems(settings))
+    raise_or_warn(placeholder_problems(settings))
     directory = Path(settings.rollout.model.model_path)
-    _raise_or_warn(list(model_problems(settings)), dry_run and not directory.exists(), warnings)
-    try:
-        model, _ = model_of(settings)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    if directory.exists():  # what is there must be a model, in a dry run too
+        _raise(model_problems(settings))
+    raise_or_warn(model_problems(settings))
+    model, _ = model_of(settings)
     if model is not None and directory.is_dir():
         _raise(directory_problems(directory, model, settings.agentloop.chat_template, settings.agentloop.tool_call_format))
         warnings += weight_notes(directory, model, settings.actor.model.precision)
     _raise(layout_problems(settings, model, slots, places))
-    _raise_or_warn(list(engine_problems(settings)), dry_run, warnings)
+    raise_or_warn(engine_problems(settings))
     if settings.runner.task_type == "reasoning" and not os.environ.get("RAY_ADDRESS"):
-        memory, shared = psutil.virtual_memory().total, _free_bytes(Path("/dev/shm"))
-        problems = object_store_problems(settings, memory, shared, gpus=not slots.is_cpu)
-        _raise_or_warn(list(problems), dry_run, warnings)
+        memory, shared = psutil.virtual_memory().total, shutil.disk_usage("/dev/shm").free
+        raise_or_warn(object_store_problems(settings, memory, shared, gpus=not slots.is_cpu))
     if settings.runner.task_type == "reasoning":
         _raise(condition_problems(settings))
     _raise(loss_problems(settings.algorithm))
     _raise(algorithm_code_problems(settings.algorithm))
     _raise(replay_problems(settings.runner.replay_rollouts, settings.runner.max_steps))  # of a run that was here
-    _raise_or_warn(list(init_checkpoint_problems(settings)), dry_run, warnings)
-    _raise_or_warn(list(cold_start_problems(settings)), dry_run, warnings)
+    raise_or_warn(init_checkpoint_problems(settings))
+    raise_or_warn(cold_start_problems(settings))
     wrong, absent = data_problems(settings, later)
     _raise(wrong)
-    _raise_or_warn(absent, dry_run, warnings)
+    raise_or_warn(absent)
     if not absent:
         warnings += data_notes(settings)
     if dry_run and settings.runner.task_type in _MAKERS and not absent:  # a run reads all rows before it starts anything
         _raise(row_problems(settings))
-    _raise_or_warn(list(logger_problems(settings)), dry_run, warnings)
+    raise_or_warn(logger_problems(settings))
     if model is not None:
-        ask = free_bytes if free_bytes is not None else _free_bytes
-        _raise_or_warn(list(disk_problems(settings, model, ask)), dry_run, warnings)
+        raise_or_warn(disk_problems(settings, model, free_bytes))
     return warnings
 
 
-def _raise(problems: Iterator[str] | list[str]) -> None:
-    found = list(problems)
-    if found:
+def _raise(problems: Iterable[str]) -> None:
+    if found := list(problems):
         raise ConfigError("\n".join(found))
-
-
-def _raise_or_warn(problems: list[str], dry_run: bool, warnings: list[str]) -> None:
-    if dry_run:
-        warnings.extend(problems)
-    else:
-        _raise(problems)
 
 
 def tool_problems(settings: Settings) -> Iterator[str]:
@@ -385,10 +375,7 @@ def layout_problems(settings: Settings, model: ModelConfig | None, slots: Slots,
         try:
             check_layout(settings.actor, model, world, settings.runner)
         except ValueError as error:
-            sizes = settings.actor.model
-            too_large = world % (
-                sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size * sizes.context_parallel_size
-            )
+            too_large = world % settings.actor.model.ranks_of_copy
             here = f"for {slots.count} x {slots.memory_gb or 0:.0f} GB with a host of {slots.host_gb:.0f} GB"
             yield str(error) + (f"\n{here}: {remedy(settings, slots)}" if too_large and not slots.is_cpu else "")
     tp = settings.rollout.tensor_parallel_size
@@ -568,10 +555,8 @@ def disk_problems(settings: Settings, model: ModelConfig, free_bytes: Callable[[
     runner = settings.runner
     if runner.max_steps == 0:
         return
-    run = Path(runner.output_dir) / runner.experiment_name
-    directory = run.resolve()
-    while not directory.exists():
-        directory = directory.parent
+    run = run_directory(settings)
+    directory = nearest_existing(run.resolve())
     disk, one = disk_needed(settings, model), checkpoint_bytes(settings, model)
     existing = len(list((run / "checkpoints").glob("global_step_*")))
     count = max(disk.num_checkpoints - existing, 1)
@@ -582,7 +567,3 @@ def disk_problems(settings: Settings, model: ModelConfig, free_bytes: Callable[[
             f"exported model), {directory} has {free} bytes ({free / GB:.2f} GB) free; set runner.output_dir to "
             "a larger disk, lower runner.keep_checkpoints, or set runner.keep_best=False"
         )
-
-
-def _free_bytes(directory: Path) -> int:
-    return shutil.disk_usage(directory).free

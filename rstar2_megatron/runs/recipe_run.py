@@ -21,11 +21,11 @@ from rstar2_megatron.records.jsonl_file import JsonlFile
 from rstar2_megatron.records.whole_file import write_json, write_jsonl, write_text
 from rstar2_megatron.report.draw import draw_run
 from rstar2_megatron.report.table import render_table
-from rstar2_megatron.runs.base_run import FINISHED
+from rstar2_megatron.runs.base_run import FINISHED, Stopped, StopSignals
 from rstar2_megatron.runs.execute import execute
 from rstar2_megatron.runs.stages import MODEL_TASKS, Recipe, Stage, StagePlan
 from rstar2_megatron.services.parent_death import die_with_parent
-from rstar2_megatron.services.process import kill_tree
+from rstar2_megatron.services.process import terminate_tree
 from rstar2_megatron.settings.load import ConfigError, print_config
 from rstar2_megatron.settings.planning.estimates import preference_hours, search_hours, sft_hours
 from rstar2_megatron.settings.planning.plan import make_plan, model_of
@@ -104,14 +104,13 @@ class _Runner:
         self.state: dict[str, Any] = {"recipe": plan.recipe.name, "stages": {}}
         if self.state_path.is_file():
             self.state = json.loads(self.state_path.read_text())
-        self._child: subprocess.Popen[bytes] | None = None
-        self._stopped_by = 0
+        self.signals = StopSignals()
 
     def run(self) -> int:
         plan = self.plan
         self._check_finished_stages()
         plan.root.mkdir(parents=True, exist_ok=True)
-        previous = {n: signal.signal(n, self._forward) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)}
+        self.signals.install()
         try:
             for number, stage in enumerate(plan.recipe.stages, 1):
                 print(_title(number, plan, stage), flush=True)
@@ -119,8 +118,8 @@ class _Runner:
                     print(f"done before, results in {plan.directory(stage.name)}", flush=True)
                     continue
                 code = self._run_stage(stage)
-                if self._stopped_by:
-                    return 128 + self._stopped_by
+                if self.signals.end_asked:
+                    return 128 + signal.SIGUSR2
                 if code:
                     print(
                         f"error: stage {stage.name} ended with {code}; the same command continues at this stage",
@@ -128,10 +127,11 @@ class _Runner:
                     )
                     return code
                 write_curve(plan)
+        except Stopped as stopped:
+            return stopped.exit_code
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            for signal_number, handler in previous.items():
-                signal.signal(signal_number, handler)
+            self.signals.ignore()
+            self.signals.restore()
         self._report()
         return 0
 
@@ -163,30 +163,23 @@ class _Runner:
         # The complete configuration in a file, so that the stage runs exactly with the checked settings.
         config = self.plan.root / f"{stage.name}.yaml"
         write_text(config, print_config(settings))
-        self._child = subprocess.Popen(
+        child = subprocess.Popen(
             [sys.executable, "-u", "-m", "rstar2_megatron.runs.main", str(config)],
             preexec_fn=die_with_parent,
-            start_new_session=True,  # so that a Ctrl-C reaches the stage once, through `_forward`
+            start_new_session=True,  # so that a Ctrl-C reaches the stage once, from here
         )
-        if self._stopped_by:
-            self._forward(self._stopped_by, None)
-        code = self._child.wait()
-        seconds = round(before + time.monotonic() - started, 1)
-        self._write_state(stage, "running" if code else "done", seconds=seconds)
+        code = None
+        try:
+            self.signals.ask_with_us(child)
+            code = child.wait()
+        except Stopped:
+            self.signals.ignore()
+            terminate_tree(child.pid, grace_s=_END_GRACE_S, first_signal=self.signals.received or signal.SIGTERM)
+            raise
+        finally:
+            seconds = round(before + time.monotonic() - started, 1)
+            self._write_state(stage, "done" if code == 0 else "running", seconds=seconds)
         return code
-
-    def _forward(self, number: int, frame: object) -> None:
-        """Forward the signal to the stage, which ends what it started."""
-        self._stopped_by = number
-        if self._child is not None and self._child.poll() is None:
-            self._child.send_signal(number)
-            if number != signal.SIGUSR2:  # after which the stage ends its step
-                signal.signal(signal.SIGALRM, self._kill)
-                signal.setitimer(signal.ITIMER_REAL, _END_GRACE_S)
-
-    def _kill(self, number: int, frame: object) -> None:
-        if self._child is not None and self._child.poll() is None:
-            kill_tree(self._child.pid)
 
     def _write_state(self, stage: Stage, status: str, **more: Any) -> None:
         entry = {"status": status, "fingerprint": self.plan.fingerprint(stage), **more}

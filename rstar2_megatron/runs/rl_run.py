@@ -102,7 +102,7 @@ class RLRun(ClusterRun):
         data = settings.data
         model = str(self.cached_sft.model) if self.cached_sft else settings.rollout.model.model_path
         self._say(f"starting {'the Code Judge, ' if settings.agentloop.needs_judge else ''}Ray and RLinf")
-        self._closing.append(self.judge.stop)
+        self._closing.callback(self.judge.stop)
         self.judge.begin()
         self.cluster.start()
         self.signals.install()
@@ -111,7 +111,7 @@ class RLRun(ClusterRun):
         self.rollout = self.cluster.launch_rollout()
         self.reward = self.cluster.launch_reward()
         for group in (self.reward, self.rollout):
-            self._closing.append(functools.partial(group.call, "shutdown", timeout_s=15))
+            self._closing.callback(group.call, "shutdown", timeout_s=15)
         judge_url = self.judge.wait_ready()
         self.judge.watch()
         address = self.actor.call("rendezvous_address", timeout_s=timeout, ranks=[0])[0]
@@ -139,13 +139,13 @@ class RLRun(ClusterRun):
         actor_figures = actors.result(timeout)[0]
         end = DriverEnd(self.cluster.channel, self.rollout, self.reward, settings.runner)
         self.coordinator = RolloutCoordinator(end, settings)
-        self._closing.append(lambda: self._publish_checkpoint(_LAST_PUBLISH_S))
-        self._closing.append(self.coordinator.close)
+        self._closing.callback(self._publish_checkpoint, _LAST_PUBLISH_S)
+        self._closing.callback(self.coordinator.close)
         self.coordinator.end.check_services = self.judge.check
         self.trainer = Trainer(
             settings, self.actor, self.rollout, self.coordinator, device=self.cluster.device, colocated=colocated
         )
-        self._closing.append(self.trainer.source.close)
+        self._closing.callback(self.trainer.source.close)
         self.traces = StepTraces(self.directory, settings.runner.trace, (self.actor, self.rollout, self.reward))
         if settings.runner.metrics_port is not None:
             self._serve_metrics(settings.runner.metrics_port)
@@ -159,7 +159,7 @@ class RLRun(ClusterRun):
     def _serve_metrics(self, port: int) -> None:
         """Raises PortUnusable."""
         server = MetricsServer(listening_address(self.settings.cluster.num_nodes), port)
-        self._closing.append(server.close)
+        self._closing.callback(server.close)
         self.coordinator.end.show_progress = functools.partial(export_progress, server)
         self._export_step = server.set_step
 
@@ -198,19 +198,12 @@ class RLRun(ClusterRun):
         """A fresh optimizer; with `runner.init_checkpoint` the loaded one. The present weights become the reference."""
         settings = self.settings
         if settings.runner.init_checkpoint:
-            self.actor.call("continue_rl", timeout_s=settings.runner.step_timeout_s)
-            return
-        self.actor.call(
-            "start_rl",
-            settings.actor.optim,
-            settings.actor.lr_sched,
-            settings.runner.max_steps,
-            timeout_s=settings.runner.step_timeout_s,
-        )
+            self.ask_actor("continue_rl")
+        else:
+            self.ask_actor("start_rl", settings.actor.optim, settings.actor.lr_sched, settings.runner.max_steps)
 
     def _load_init_checkpoint(self) -> None:
-        directory = str(Path(self.settings.runner.init_checkpoint or "") / "actor")
-        self.actor.call("load_checkpoint", directory, timeout_s=self.settings.runner.step_timeout_s)
+        self.ask_actor("load_checkpoint", str(Path(self.settings.runner.init_checkpoint or "") / "actor"))
 
     def _resume(self, step: int, checkpoint: Path) -> int:
         """Load a checkpoint into actor, loader and engines; returns its step."""
@@ -218,7 +211,7 @@ class RLRun(ClusterRun):
         state = load_data_state(checkpoint)
         if self.settings.runner.init_checkpoint and self.settings.algorithm.kl_beta:
             self._load_init_checkpoint()  # the reference of the KL term
-        self.actor.call("resume", str(checkpoint / "actor"), timeout_s=self.settings.runner.step_timeout_s)
+        self.ask_actor("resume", str(checkpoint / "actor"))
         self.loader.load_state_dict(state["loader"])
         random.setstate(state["python_random"])
         self.table = state["table"]
@@ -255,7 +248,7 @@ class RLRun(ClusterRun):
         """
         runner = self.settings.runner
         log = MetricLogger(self.cluster.config)
-        self._closing.append(log.finish)
+        self._closing.callback(log.finish)
         for step in range(done + 1, runner.max_steps + 1):
             earlier = self.files.metrics.rows()
             if runner.stop_when and (held := first_that_holds(runner.stop_when, earlier)):
@@ -319,7 +312,7 @@ class RLRun(ClusterRun):
             raise
         except CollapseError:
             if self._unfinished is not None:
-                self.actor.call("finish_checkpoint", timeout_s=self.settings.runner.step_timeout_s)
+                self.ask_actor("finish_checkpoint")
                 self._unfinished.discard()
                 self._unfinished = None
             raise
@@ -335,12 +328,8 @@ class RLRun(ClusterRun):
             "scored": (self._scored, self.trainer.score(self._scored)) if self._scored else None,
         }
         self._publish_checkpoint()
-        timeout = self.settings.runner.step_timeout_s
         self._unfinished = checkpoint.begin_save(
-            self.checkpoints,
-            step,
-            lambda directory: self.actor.call("save_checkpoint", directory, False, timeout_s=timeout),
-            state,
+            self.checkpoints, step, lambda directory: self.ask_actor("save_checkpoint", directory, False), state
         )
         self._unfinished_updated, self._updated = self._updated, False
 
@@ -390,7 +379,7 @@ class RLRun(ClusterRun):
                 result = self._evaluate("held-out after RL")
             self.table["after_rl"] = result.average
         model = self.directory / "model"
-        self.actor.call("export_hf", str(model), timeout_s=self.settings.runner.step_timeout_s)
+        self.ask_actor("export_hf", str(model))
         write_format(model, self.settings)
         self.table["seconds"] = time.perf_counter() - self.started
         self._write_table()

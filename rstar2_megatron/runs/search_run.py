@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from rstar2_megatron.data.difficulty import PassCount
-from rstar2_megatron.evaluation.services import SamplingSettings
+from rstar2_megatron.data.difficulty import PassCount, dropped_problems
 from rstar2_megatron.records.jsonl_file import JsonlFile
-from rstar2_megatron.rollout.spec import RolloutSpec
-from rstar2_megatron.runs.filter_run import SamplingRun, dropped_problems, num_engines, short_problems, write_problems
+from rstar2_megatron.runs.filter_run import SamplingRun, write_problems
 from rstar2_megatron.search.__main__ import guided, run
 from rstar2_megatron.search.preference.reward_model import check_reward_model
 from rstar2_megatron.settings.schema import Settings
@@ -25,13 +22,11 @@ from rstar2_megatron.trajectory import Problem
 class SearchRun(SamplingRun):
     def work(self) -> None:
         settings, search = self.settings, guided(self.settings.search)
-        model = settings.rollout.model.model_path
         if search.reward_model is not None:
-            check_reward_model(Path(search.reward_model), Path(model), settings.runner.seq_length)
-        problems = short_problems(settings, search.num_problems)
-        spec = replace(RolloutSpec.training(settings), samples=1)
-        sampling = SamplingSettings.of(settings, spec, model=model, num_engines=num_engines(settings))
-        if run(problems, sampling, search, self.directory, compare=False):
+            policy = Path(settings.rollout.model.model_path)
+            check_reward_model(Path(search.reward_model), policy, settings.runner.seq_length)
+        problems = self.problems(search.num_problems)
+        if run(problems, self.sampling(1), search, self.directory, compare=False):
             raise RuntimeError("problems are unfinished, the lines above name them; run the same command again")
         path = self.directory / f"{search.mode}.pass_counts.jsonl"
         print(write_harder(settings, problems, path, self.directory / "train.jsonl"), flush=True)

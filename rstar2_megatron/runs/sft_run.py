@@ -39,17 +39,17 @@ class SFTRun(ClusterRun):
         return self.settings.sft
 
     def train(self) -> None:
-        settings, timeout = self.settings, self.settings.runner.step_timeout_s
+        runner = self.settings.runner
         phase = self.read()
         resume = self.begin(phase.steps)
         self.metrics = JsonlFile(self.directory / "metrics.jsonl")
-        self._start(settings.rollout.model.model_path, timeout)
-        self.actor.call("start_sft_phase", phase, timeout_s=timeout)
+        self._start(self.settings.rollout.model.model_path)
+        self.ask_actor("start_sft_phase", phase)
         start = 0
         if resume:
             start = resume[0]
             self._say(f"resuming from {resume[1]}")
-            self.actor.call("load_checkpoint", str(resume[1] / "actor"), timeout_s=timeout)
+            self.ask_actor("load_checkpoint", str(resume[1] / "actor"))
             self.metrics.truncate_after(start)
         elif self.held_out is not None:
             found = ", ".join(f"{name} {value:.4f}" for name, value in self.validate().items())
@@ -59,9 +59,9 @@ class SFTRun(ClusterRun):
             phase,
             self.rows,
             self.section.seed,
-            timeout,
+            runner.step_timeout_s,
             start=start,
-            pauses=(settings.runner.save_interval, self.section.val_interval),
+            pauses=(runner.save_interval, self.section.val_interval),
             after=lambda done, steps: self._after(done, steps, phase),
             **self.how,
         )
@@ -103,16 +103,17 @@ class SFTRun(ClusterRun):
     def _tokenizer(self) -> Any:
         return AutoTokenizer.from_pretrained(self.settings.rollout.model.model_path)
 
-    def _start(self, model: str, timeout: float) -> None:
+    def _start(self, model: str) -> None:
         self._say("starting Ray, RLinf and the actor")
         self.cluster.start()
         self.signals.install()
         self.actor = self.cluster.launch_actor()
+        timeout = self.settings.runner.step_timeout_s
         address = self.actor.call("rendezvous_address", timeout_s=timeout, ranks=[0])[0]
-        figures = self.actor.call("initialize", model, address, self.cluster.device, timeout_s=timeout)[0]
+        figures = self.ask_actor("initialize", model, address, self.cluster.device)[0]
         self._say(f"ready: {figures['actor/parameters'] / 1e6:.2f} M parameters on {len(self.actor)} actor ranks")
         self.log = MetricLogger(self.cluster.config)
-        self._closing.append(self.log.finish)
+        self._closing.callback(self.log.finish)
         self._lap = time.perf_counter()
 
     def _after(self, done: int, steps: list[Metrics], phase: SFTPhaseSettings) -> None:
@@ -135,7 +136,7 @@ class SFTRun(ClusterRun):
             checkpoint.save(
                 self.checkpoints,
                 done,
-                lambda directory: self.actor.call("save_checkpoint", directory, timeout_s=runner.step_timeout_s),
+                lambda directory: self.ask_actor("save_checkpoint", directory),
                 {"step": done},
                 runner.keep_checkpoints,
             )
@@ -143,7 +144,7 @@ class SFTRun(ClusterRun):
 
     def _finish(self, phase: SFTPhaseSettings) -> None:
         model: Path = self.directory / "model"
-        self.actor.call("export_hf", str(model), timeout_s=self.settings.runner.step_timeout_s)
+        self.ask_actor("export_hf", str(model))
         write_format(model, self.settings)
         curves = draw_run(self.directory, panels=self.panels)
         self.mark_finished(phase.steps)

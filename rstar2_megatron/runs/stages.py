@@ -37,7 +37,6 @@ from rstar2_megatron.settings.schema import Section, Settings
 
 S = TypeVar("S", bound=Section)
 RECIPE_DIR = CONFIG_DIR / "recipe"
-MODEL_KEY = "rollout.model.model_path"
 CONFIGURED = "configured"
 """In place of a stage: the model of the recipe, from which every round of rStar-Math begins."""
 
@@ -178,9 +177,9 @@ def split_overrides(recipe: Recipe, words: Sequence[str]) -> tuple[list[str], di
     return common, own
 
 
-def override_word(key: str, value: Any) -> str:
-    """`key=value` in Hydra's grammar."""
-    return f"{key}={_hydra(value)}"
+def override_words(values: Mapping[str, Any]) -> list[str]:
+    """`key=value` of each in Hydra's grammar."""
+    return [f"{key}={_hydra(value)}" for key, value in values.items()]
 
 
 def _hydra(value: Any) -> str:
@@ -207,23 +206,19 @@ class StagePlan:
         self.recipe = recipe
         self._loaded: dict[tuple[str, ...], Settings] = {}
         self._common, self._own = split_overrides(recipe, words)
-        for number, word in enumerate(list(self._common)):
-            if word.startswith("runner.experiment_name="):
-                recipe.name = word.partition("=")[2].strip("'\"")
-                del self._common[number]
-                break
-        first = self._load(recipe.stages[0], [])
+        if named := [word for word in self._common if word.startswith("runner.experiment_name=")]:
+            recipe.name = named[0].partition("=")[2].strip("'\"")  # of its directory; `_load` gives each stage its own
+        first = self._load(recipe.stages[0], {})
         self.root = Path(first.runner.output_dir) / recipe.name
 
-    def _load(self, stage: Stage, passed_on: Sequence[str]) -> Settings:
+    def _load(self, stage: Stage, passed_on: Mapping[str, Any]) -> Settings:
         words = [
-            *(override_word(key, value) for key, value in self.recipe.overrides.items()),
-            *(override_word(key, value) for key, value in stage.overrides.items()),
+            *override_words(self.recipe.overrides),
+            *override_words(stage.overrides),
             *self._common,
             *self._own[stage.name],
-            override_word("runner.task_type", stage.task),
-            override_word("runner.experiment_name", stage.name),
-            *passed_on,
+            *override_words({"runner.task_type": stage.task, "runner.experiment_name": stage.name}),
+            *override_words(passed_on),
         ]
         key = tuple(words)
         try:
@@ -238,17 +233,15 @@ class StagePlan:
 
     def settings(self, stage: Stage, *, for_plan: bool = False) -> Settings:
         """Settings of the stage. for_plan: with the first model, because earlier stages have not run yet."""
-        passed_on = [override_word("runner.output_dir", str(self.root))]
-        if not for_plan:
-            passed_on += self._passed_on(stage)
-        return self._load(stage, passed_on)
+        passed_on = {} if for_plan else self._passed_on(stage)
+        return self._load(stage, {"runner.output_dir": str(self.root), **passed_on})
 
-    def _passed_on(self, stage: Stage) -> list[str]:
-        """Model, optimizer, problems, trees and reward model of earlier stages."""
-        words = []
+    def _passed_on(self, stage: Stage) -> dict[str, Any]:
+        """Model, optimizer, problems, trees and reward model of earlier stages, by dotted keys."""
+        passed: dict[str, Any] = {}
         before = self.recipe.model_before(stage.name)
         if before is not None:
-            words.append(override_word(MODEL_KEY, str(self.directory(before) / "model")))
+            passed["rollout.model.model_path"] = str(self.directory(before) / "model")
         if stage.optimizer == "keep":
             assert before is not None
             checkpoints = complete_checkpoints(self.directory(before) / "checkpoints")
@@ -257,19 +250,16 @@ class StagePlan:
                     f"stage {stage.name} keeps the optimizer of stage {before}, but {self.directory(before)} has no "
                     "checkpoint; set optimizer: reset"
                 )
-            words.append(override_word("runner.init_checkpoint", str(checkpoints[-1][1])))
+            passed["runner.init_checkpoint"] = str(checkpoints[-1][1])
         if stage.problems_from:
-            problems = self.directory(stage.problems_from) / "train.jsonl"
-            words.append(override_word("data.train_data_paths", [str(problems)]))
-            words.append("data.rows=null")  # they are mapped already
+            passed["data.train_data_paths"] = [str(self.directory(stage.problems_from) / "train.jsonl")]
+            passed["data.rows"] = None  # they are mapped already
         if stage.trees_from:
             file = "mcts.jsonl" if stage.task == "preference" else "mcts.sft.jsonl"
-            trees = [str(self.directory(name) / file) for name in stage.trees_from]
-            words.append(override_word(f"{stage.task}.train_data_paths", trees))
+            passed[f"{stage.task}.train_data_paths"] = [str(self.directory(name) / file) for name in stage.trees_from]
         if stage.reward_model_from:
-            reward = self.directory(stage.reward_model_from) / "model"
-            words.append(override_word("search.reward_model", str(reward)))
-        return words
+            passed["search.reward_model"] = str(self.directory(stage.reward_model_from) / "model")
+        return passed
 
     def fingerprint(self, stage: Stage) -> str:
         """A hash of the stage and its settings; a key at its default, such as one of a newer version, does not change it."""

@@ -158,8 +158,6 @@ def parse_slots(component: str, value: str | int, total: int) -> list[int]:
     text = str(value).strip()
     everything = f"there are {total} slots (0-{total - 1})"
     hint = f"cluster.component_placement.{component}={text}"
-    if text == "all":
-        return list(range(total))
     found: set[int] = set()
     for part in text.split(","):
         ranks = part.split(":")[0].strip()

@@ -12,6 +12,11 @@ from typing import Any
 
 MISSING: Any = object()
 
+
+def _keys(section: str, reason: str, names: str) -> list[tuple[str, str]]:
+    return [(f"{section}.{name}", reason) for name in names.split()]
+
+
 # Dotted paths of keys and sections, with the reason why they have no meaning here.
 WITHOUT_MEANING: tuple[tuple[str, str], ...] = (
     ("inference", "old log-probs are recomputed by the actor itself"),
@@ -21,26 +26,21 @@ WITHOUT_MEANING: tuple[tuple[str, str], ...] = (
     ("actor.tokenizer", "the tokenizer is the model directory's"),
     ("reward.tokenizer", "grading reads text"),
     ("rollout.vllm", "the engine is SGLang"),
-    *(
-        (f"rollout.{name}", "set rollout.sglang.server_args for engine fields")
-        for name in (
-            "sglang.decode_log_interval",
-            "sglang.use_torch_compile",
-            "sglang.torch_compile_max_bs",
-            "rollout_engine_config",
-            "enforce_eager",
-            "cuda_graph_max_bs",
-            "disable_log_stats",
-            "use_fast",
-        )
+    *_keys(
+        "rollout",
+        "set rollout.sglang.server_args for engine fields",
+        "sglang.decode_log_interval sglang.use_torch_compile sglang.torch_compile_max_bs rollout_engine_config "
+        "enforce_eager cuda_graph_max_bs disable_log_stats use_fast",
     ),
-    *(
-        (f"rollout.{name}", "the rollout keeps token ids and log-probs as the engine produced them")
-        for name in ("detokenize", "padding", "eos", "return_logprobs", "skip_special_tokens")
+    *_keys(
+        "rollout",
+        "the rollout keeps token ids and log-probs as the engine produced them",
+        "detokenize padding eos return_logprobs skip_special_tokens",
     ),
-    *(
-        (f"rollout.{name}", "weights are checked by checksum after the first sync")
-        for name in ("validate_weight", "validate_weight_first_sync", "validate_save_dir")
+    *_keys(
+        "rollout",
+        "weights are checked by checksum after the first sync",
+        "validate_weight validate_weight_first_sync validate_save_dir",
     ),
     ("rollout.distributed_executor_backend", "the engine runs in its own process"),
     ("rollout.print_outputs", "samples are written to trajectories.jsonl"),
@@ -50,14 +50,11 @@ WITHOUT_MEANING: tuple[tuple[str, str], ...] = (
     ("runner.weight_sync_interval", "weights are synced every step"),
     ("runner.per_worker_log", "logs are shared"),
     ("runner.enable_per_worker_log", "logs are shared"),
-    *(
-        (f"algorithm.{name}", "micro-batches follow runner.max_tokens_per_mbs")
-        for name in (
-            "training_batch_size_per_gpu",
-            "rollout_batch_size_per_gpu",
-            "logprob_forward_micro_batch_size",
-            "val_rollout_batch_size_per_gpu",
-        )
+    *_keys(
+        "algorithm",
+        "micro-batches follow runner.max_tokens_per_mbs",
+        "training_batch_size_per_gpu rollout_batch_size_per_gpu logprob_forward_micro_batch_size "
+        "val_rollout_batch_size_per_gpu",
     ),
     ("algorithm.shuffle_rollout", "the batch is balanced by tokens"),
     ("algorithm.calculate_entropy", "entropy is always logged"),
@@ -92,37 +89,19 @@ WITHOUT_MEANING: tuple[tuple[str, str], ...] = (
     ("actor.spec_name", "see actor.model.transformer_impl"),
     ("actor.checkpoint_load_path", "weights come from rollout.model.model_path or runner.resume_dir"),
     ("actor.enable_offload", "see actor.offload_weight, offload_grad, offload_optimizer"),
-    *(
-        (f"actor.model.{name}", "taken from the model's config.json or fixed by the layer spec")
-        for name in (
-            "seq_length",
-            "encoder_seq_length",
-            "megatron_checkpoint",
-            "model_type",
-            "model_arch",
-            "activation",
-            "normalization",
-            "add_bias_linear",
-            "add_qkv_bias",
-            "position_embedding_type",
-            "apply_rope_fusion",
-            "bias_dropout_fusion",
-            "persist_layer_norm",
-            "bias_activation_fusion",
-            "attention_softmax_in_fp32",
-            "batch_p2p_comm",
-            "variable_seq_lengths",
-            "gradient_accumulation_fusion",
-            "moe_token_dispatcher_type",
-            "use_cpu_initialization",
-            "trust_remote_code",
-            "is_lora",
-            "qk_layernorm",
-        )
+    *_keys(
+        "actor.model",
+        "taken from the model's config.json or fixed by the layer spec",
+        "seq_length encoder_seq_length megatron_checkpoint model_type model_arch activation normalization "
+        "add_bias_linear add_qkv_bias position_embedding_type apply_rope_fusion bias_dropout_fusion "
+        "persist_layer_norm bias_activation_fusion attention_softmax_in_fp32 batch_p2p_comm variable_seq_lengths "
+        "gradient_accumulation_fusion moe_token_dispatcher_type use_cpu_initialization trust_remote_code is_lora "
+        "qk_layernorm",
     ),
-    *(
-        (f"actor.optim.{name}", "follows actor.model.precision; bf16 and fp32 need no loss scale")
-        for name in ("bf16", "fp16", "loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+    *_keys(
+        "actor.optim",
+        "follows actor.model.precision; bf16 and fp32 need no loss scale",
+        "bf16 fp16 loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis",
     ),
     ("actor.optim.optimizer_enable_pin", "offloaded state is pinned beside a GPU"),
     ("actor.optim.optimizer_offload_fraction", "actor.optim.optimizer_cpu_offload moves all of it"),

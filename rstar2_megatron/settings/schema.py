@@ -13,12 +13,7 @@ from rstar2_megatron.settings.sections.actor import (
     OptimSettings,
     WeightSyncSettings,
 )
-from rstar2_megatron.settings.sections.algorithm import (
-    AlgorithmSettings,
-    DownSamplingConfig,
-    DownSamplingSettings,
-    SamplingParams,
-)
+from rstar2_megatron.settings.sections.algorithm import AlgorithmSettings, DownSamplingConfig, SamplingParams
 from rstar2_megatron.settings.sections.base import Section
 from rstar2_megatron.settings.sections.environment import (
     AgentLoopSettings,

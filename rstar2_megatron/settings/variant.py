@@ -70,8 +70,7 @@ def origins_of(directory: Path, name: str, overrides: Sequence[str], config_dir:
 
 def _layers(directory: Path, name: str, config_dir: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """(label, content) of a YAML and of those in its defaults list, in Hydra's order."""
-    files = [place / f"{name}.{end}" for place in (directory, config_dir) for end in ("yaml", "yml")]
-    path = next((file for file in files if file.is_file()), None)
+    path = next((file for place in (directory, config_dir) if (file := place / f"{name}.yaml").is_file()), None)
     content = yaml.safe_load(path.read_text(encoding="utf-8")) if path else None
     if path is None or not isinstance(content, dict):
         return

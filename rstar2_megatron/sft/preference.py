@@ -10,11 +10,9 @@ from rstar2_megatron.cluster.calls import WorkerGroup
 from rstar2_megatron.cluster.tokens import put_sequences
 from rstar2_megatron.sft.training import Metrics
 
-PreferenceBatch = tuple[TrainBatch, Pairs]
-"""Prefixes, whose tokens are in the object store, and which of them are compared."""
 
-
-def put_comparisons(comparisons: Sequence[Comparison]) -> PreferenceBatch:
+def put_comparisons(comparisons: Sequence[Comparison]) -> tuple[TrainBatch, Pairs]:
+    """Prefixes, whose tokens are in the object store, and which of them are compared."""
     prefixes = [sequence for comparison in comparisons for sequence in comparison.sequences()]
     return put_sequences(prefixes), Pairs.of(comparisons)
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from rstar2_megatron.data.difficulty import PassCount, difficulty_report, pass_counts, render_report
+from rstar2_megatron.data.difficulty import PassCount, difficulty_report, dropped_problems, pass_counts, render_report
 from rstar2_megatron.runs.filter_command import main
+from rstar2_megatron.settings.schema import DifficultyFilterSettings
 from rstar2_megatron.trajectory import Problem
 from tests.runs.inputs.models import write_directory
 
@@ -16,9 +17,7 @@ REWARDS = [*[("easy", 1.0)] * 4, *[("middle", r) for r in (1.0, 0.0, 0.0, 1.0)],
 
 
 def dropped(**options: bool) -> dict[str, str]:
-    chosen = {"always_solved": True, "never_solved": False, **options}
-    counts = pass_counts(PROBLEMS, REWARDS)
-    return {c.query_id: why for c in counts if (why := c.why_dropped(**chosen, wanted=4))}
+    return dropped_problems(pass_counts(PROBLEMS, REWARDS), DifficultyFilterSettings.model_validate(options), wanted=4)
 
 
 def test_counts_are_in_the_order_of_the_problems() -> None:
@@ -32,13 +31,13 @@ def test_counts_are_in_the_order_of_the_problems() -> None:
 
 def test_always_solved_is_dropped_and_never_solved_if_asked() -> None:
     assert dropped() == {"easy": "always solved"}
-    assert dropped(never_solved=True) == {"easy": "always solved", "hard": "never solved"}
-    assert dropped(always_solved=False) == {}
+    assert dropped(drop_never_solved=True) == {"easy": "always solved", "hard": "never solved"}
+    assert dropped(drop_always_solved=False) == {}
 
 
 def test_attempts_that_the_infrastructure_spoiled_decide_nothing() -> None:
-    assert "spoiled" not in dropped(never_solved=True)
-    assert PassCount("a", 0, 0).why_dropped(always_solved=True, never_solved=True, wanted=4) == ""
+    assert "spoiled" not in dropped(drop_never_solved=True)
+    assert dropped_problems([PassCount("a", 0, 0)], DifficultyFilterSettings(drop_never_solved=True), wanted=4) == {}
 
 
 def test_report() -> None:

@@ -20,7 +20,7 @@ import yaml
 from rstar2_megatron.report.arms import changes, work_of
 from rstar2_megatron.runs.ablation import Ablation, run_ablation
 from rstar2_megatron.runs.main import main, parse
-from rstar2_megatron.runs.stages import override_word, read_section
+from rstar2_megatron.runs.stages import override_words, read_section
 from rstar2_megatron.settings.load import CONFIG_DIR, ConfigError, load, print_config, to_plain
 from tests.runs.inputs.models import write_directory
 
@@ -63,7 +63,7 @@ def ended(directory: Path, rate: float, words: list[str], steps: int = 4, condit
 def words_of(file: Path, arm: str, seed: int) -> list[str]:
     ablation = read_section(file, Ablation)
     keys = {**ablation.overrides, **ablation.arms[arm], "actor.seed": seed, "data.seed": seed, "cold_start.seed": 0}
-    return [override_word(key, value) for key, value in keys.items()]
+    return override_words(keys)
 
 
 def test_the_shipped_arms_differ_in_the_algorithm_alone() -> None:

@@ -177,7 +177,7 @@ def test_good_settings_pass_without_warnings(model: Path, data: Path) -> None:
     ],
 )
 def test_mistakes_name_value_and_remedy(model: Path, data: Path, overrides: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ValueError, match=message):
         check_before_start(tiny(model, data, *overrides))
 
 
@@ -189,7 +189,7 @@ def test_a_model_without_tokenizer(model: Path, data: Path) -> None:
 
 def test_an_architecture_that_is_not_supported(model: Path, data: Path) -> None:
     (model / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["GemmaForCausalLM"]}))
-    with pytest.raises(ConfigError, match=r"GemmaForCausalLM is not supported; supported: Qwen2"):
+    with pytest.raises(ValueError, match=r"GemmaForCausalLM is not supported; supported: Qwen2"):
         check_before_start(tiny(model, data))
 
 

@@ -64,7 +64,7 @@ def test_engines_take_the_gpus_of_the_rollout(
 
     class Run(filter_run.SamplingRun):
         def work(self) -> None:
-            seen.append((os.environ["CUDA_VISIBLE_DEVICES"], filter_run.num_engines(self.settings)))
+            seen.append((os.environ["CUDA_VISIBLE_DEVICES"], self.sampling(1).num_engines))
 
     run = Run(settings, StopSignals())
     run.train()

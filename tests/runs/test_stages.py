@@ -12,7 +12,7 @@ import yaml
 from rstar2_megatron.report.table import render_table
 from rstar2_megatron.runs.main import main
 from rstar2_megatron.runs.recipe_run import write_curve
-from rstar2_megatron.runs.stages import Recipe, StagePlan, load_recipe, override_word
+from rstar2_megatron.runs.stages import Recipe, StagePlan, load_recipe, override_words
 from rstar2_megatron.settings.load import ConfigError, load
 
 STAGES = [
@@ -148,7 +148,7 @@ def test_overrides_of_all_stages_and_of_one(tmp_path: Path) -> None:
 
 def test_a_placement_survives_too() -> None:
     for placement in ({"actor,rollout,reward": "0"}, {"actor": "0-1", "rollout": "all", "reward": 0}):
-        settings = load("rstar2-tiny-cpu", [override_word("cluster.component_placement", placement)]).settings
+        settings = load("rstar2-tiny-cpu", override_words({"cluster.component_placement": placement})).settings
         assert settings.cluster.component_placement == placement
 
 

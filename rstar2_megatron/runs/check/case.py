@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.runs.check.context import Context
 from rstar2_megatron.runs.check.process import Job
 from rstar2_megatron.settings.planning.advice import changed
-from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.settings.schema import LrSchedSettings, Settings
 
 if TYPE_CHECKING:
     from rstar2_megatron.actor.megatron_actor import MegatronActor
@@ -52,8 +54,7 @@ def make_case(
         "actor.model.expert_model_parallel_size": 1,
         "actor.model.sequence_parallel": False,
         "actor.model.recompute_num_layers": 1 if settings.actor.model.recompute_granularity == "full" else None,
-        "actor.lr_sched.lr_warmup_iters": 0,
-        "actor.lr_sched.lr_decay_style": "constant",
+        "actor.lr_sched": LrSchedSettings(lr_warmup_iters=0),  # constant
         # On a GPU the first steps compile kernels, each rank in its own time.
         "actor.distributed_timeout_minutes": 1.0 if context.device == "cpu" else 5.0,
         "runner.max_steps": 5,
@@ -98,8 +99,9 @@ def random_batch(model: ModelConfig, count: int, low: int, high: int, seed: int 
     return batch
 
 
-def start(job: Job, case: Settings) -> MegatronActor:
-    """The actor of this rank, initialised; collective."""
+@contextlib.contextmanager
+def started_actor(job: Job, case: Settings) -> Iterator[MegatronActor]:
+    """The actor of this rank, initialised; collective. What a program that fails leaves behind, its process removes."""
     from rstar2_megatron.actor.megatron_actor import MegatronActor  # here: the driver reads this file and does no torch work
 
     actor = MegatronActor(
@@ -113,7 +115,8 @@ def start(job: Job, case: Settings) -> MegatronActor:
         device=job.device,
     )
     actor.initialize()
-    return actor
+    yield actor
+    actor.close()
 
 
 def tolerance(precision: str) -> float:

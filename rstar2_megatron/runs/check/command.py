@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from rstar2_megatron.cpu.devices import hide_gpus
 from rstar2_megatron.runs.base_run import StopSignals
 from rstar2_megatron.runs.check.context import Context
 from rstar2_megatron.runs.check.nodes import Nodes
-from rstar2_megatron.runs.check.report import count, write_report
+from rstar2_megatron.runs.check.report import write_report
 from rstar2_megatron.runs.check.result import Check, CheckResult
 from rstar2_megatron.runs.check.runner import run_checks
 from rstar2_megatron.runs.check.subjects import actor, collectives, engine, judge, machine, network, thin_model, whole_run
@@ -110,12 +111,12 @@ def check(
         signals.restore()
     path = report_path(settings)
     write_report(path, settings, results, _plan(settings), context.found.get("survey"), time.monotonic() - started)
-    failed = count(results, "failed")
+    states = Counter(result.state for result in results)
     say(
-        f"{count(results, 'passed')} passed, {failed} failed, {count(results, 'skipped')} skipped in "
+        f"{states['passed']} passed, {states['failed']} failed, {states['skipped']} skipped in "
         f"{time.monotonic() - started:.0f} s; report: {path}"
     )
-    return 1 if failed else 0
+    return 1 if states["failed"] else 0
 
 
 def _plan(settings: Settings) -> str:

@@ -32,7 +32,7 @@ class Nodes:
         self._local = NodeAgent(os.environ.get("CUDA_VISIBLE_DEVICES"))
         self._others: list[Any] = []
         self._address = "127.0.0.1"
-        self._uses_ray = False
+        self._ray: Any = None  # the module, once `start_ray` has set its environment
 
     def __len__(self) -> int:
         return 1 + len(self._others)
@@ -58,7 +58,7 @@ class Nodes:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         address = os.environ["RAY_ADDRESS"]
-        self._uses_ray = True
+        self._ray = ray
         try:
             check_answers(address)
             ray.init(address=address, namespace="rstar2-check", logging_level=logging.ERROR, log_to_driver=False)
@@ -89,6 +89,10 @@ class Nodes:
         """The program in `count` ranks of this node that meet in a process group; values by rank. Raises CheckFailed."""
         return values(self._run(program, [self._group(0, count)], arguments, deadline_s))
 
+    def one(self, program: str, deadline_s: float, **arguments: Any) -> Any:
+        """The program in a single rank of this node; its value. Raises CheckFailed."""
+        return self.ranks(program, 1, deadline_s, **arguments)[0]
+
     def on_each(self, program: str, count: int, deadline_s: float, **arguments: Any) -> list[list[Answer]]:
         """`count` ranks on every node, each node a group of its own; answers by node and rank."""
         jobs = [self._group(node, count) for node in range(len(self))]
@@ -112,9 +116,7 @@ class Nodes:
         """Ranks of one node that meet there."""
         meeting = self._meeting()
         if node:  # a port: what this node has for temporary files may not be there
-            import ray
-
-            port = ray.get(self._others[node - 1].free_port.remote("127.0.0.1"), timeout=_CARRY_S)
+            port = self._ray.get(self._others[node - 1].free_port.remote("127.0.0.1"), timeout=_CARRY_S)
             meeting = f"tcp://127.0.0.1:{port}"
         return [self._job(rank, count, meeting, node, rank) for rank in range(count)]
 
@@ -137,10 +139,8 @@ class Nodes:
         ]
         answers = self._local.run(program, jobs[0], arguments, deadline_s)
         for own, call in zip(jobs[1:], calls, strict=True):
-            import ray
-
             try:
-                answers += ray.get(call, timeout=max(0.1, ends - time.monotonic()))
+                answers += self._ray.get(call, timeout=max(0.1, ends - time.monotonic()))
             except Exception as error:
                 said = f"node {own[0].node} did not answer: {type(error).__name__}: {error}"
                 answers += [Answer(job.rank, job.node, error=said) for job in own]
@@ -152,20 +152,16 @@ class Nodes:
         """End the processes of all nodes, so that their memory is free."""
         self._local.close()
         if self._others:
-            import ray
-
             with contextlib.suppress(Exception):
-                ray.get([agent.close.remote() for agent in self._others], timeout=_CARRY_S)
+                self._ray.get([agent.close.remote() for agent in self._others], timeout=_CARRY_S)
 
     def close(self) -> None:
         """End processes and agents. Safe to call twice."""
         self.free()
         self._others = []
-        if self._uses_ray:  # importing Ray here would be before its environment is set (`start_ray`)
-            import ray
-
+        if self._ray is not None:
             with contextlib.suppress(Exception):
-                ray.shutdown()
+                self._ray.shutdown()
         self._files.cleanup()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -21,13 +22,14 @@ def write_report(
     path: Path, settings: Settings, results: Sequence[CheckResult], plan: str, machine: Any, seconds: float
 ) -> None:
     """Write the report. `machine`: what each node said of itself; `plan`: as `--dry-run` prints it."""
+    states = Counter(result.state for result in results)
     report = {
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "version": __version__,
         "python": sys.version,
         "system": platform.platform(),
         "seconds": round(seconds, 1),
-        "summary": {state: count(results, state) for state in ("passed", "failed", "skipped")},
+        "summary": {state: states[state] for state in ("passed", "failed", "skipped")},
         "checks": [asdict(result) for result in results],
         "nodes": machine,
         "plan": plan.splitlines(),
@@ -35,7 +37,3 @@ def write_report(
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1, default=str) + "\n")
-
-
-def count(results: Sequence[CheckResult], state: str) -> int:
-    return sum(result.state == state for result in results)

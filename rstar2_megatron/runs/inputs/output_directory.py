@@ -11,6 +11,7 @@ from pathlib import Path
 
 import yaml
 
+from rstar2_megatron.records.disk import nearest_existing
 from rstar2_megatron.settings.load import ConfigError
 from rstar2_megatron.settings.schema import Settings
 
@@ -22,7 +23,7 @@ def run_directory(settings: Settings) -> Path:
 def output_problems(settings: Settings) -> Iterator[str]:
     """A path that is or lies below a file, or has a run of another task. Nothing is made."""
     directory = run_directory(settings).absolute()
-    nearest = next(path for path in (directory, *directory.parents) if path.exists())
+    nearest = nearest_existing(directory)
     if not nearest.is_dir():
         yield f"{nearest} is a file, and the run would write into {directory}; set runner.output_dir to a directory"
     saved, task = directory / "config.yaml", settings.runner.task_type
@@ -49,25 +50,25 @@ def held_directory(settings: Settings) -> Iterator[None]:
     lock = directory.with_name(f".{directory.name}.lock")
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        held = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+        held = lock.open("a+", errors="replace")
     except OSError as error:
         raise ConfigError(
             f"runner.output_dir={settings.runner.output_dir} cannot be written ({error.strerror}: {error.filename}); set it to "
             "a directory that you may write"
         ) from None
-    try:
+    with held:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 yield  # a file system without locks
                 return
-            owner = os.read(held, 100).decode(errors="replace").strip()
+            held.seek(0)
+            owner = held.read(100).strip()
             raise ConfigError(
                 f"{directory} is in use by a run ({owner}); wait for it, or set runner.experiment_name to another name"
             ) from None
-        os.ftruncate(held, 0)
-        os.pwrite(held, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+        held.truncate(0)
+        held.write(f"process {os.getpid()} on {os.uname().nodename}\n")
+        held.flush()
         yield
-    finally:
-        os.close(held)

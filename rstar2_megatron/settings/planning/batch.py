@@ -50,9 +50,7 @@ def plan_batch(plan: RunPlan, settings: Settings, world: int) -> None:
     algorithm, parallel = settings.algorithm, settings.actor.model
     problems, rollouts = settings.data.rollout_batch_size, algorithm.group_size
     kept = trained_trajectories(settings) // problems
-    data_parallel = world // (
-        parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
-    )
+    data_parallel = world // parallel.ranks_of_copy
     plan.add(
         "batch",
         "step",

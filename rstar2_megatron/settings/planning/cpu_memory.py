@@ -11,7 +11,7 @@ from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.settings.planning.advice import RECOMPUTE, Change, as_words, changed, smaller_micro_batches
 from rstar2_megatron.settings.planning.host_memory import save_bytes
 from rstar2_megatron.settings.planning.kv_cache import kv_bytes_per_token
-from rstar2_megatron.settings.planning.memory import GB, training_memory
+from rstar2_megatron.settings.planning.memory import GB, WIDTH, training_memory
 from rstar2_megatron.settings.planning.table import RunPlan
 from rstar2_megatron.settings.schema import Settings
 
@@ -30,7 +30,7 @@ def cpu_memory(settings: Settings, model: ModelConfig, world: int, engines: int)
     memory = training_memory(settings, model, world, cpu=True)
     precision = settings.rollout.model.precision
     kv = (settings.rollout.max_total_tokens or _DEFAULT_KV_TOKENS) * kv_bytes_per_token(model, precision)
-    weights = (2 if precision == "bf16" else 4) * model.num_parameters
+    weights = WIDTH[precision] * model.num_parameters
     extra = (ACTIVATION_FACTOR[settings.actor.model.precision] - 1) * memory.activations
     saving = save_bytes(settings.actor, model, world, ranks=world) / world / GB
     actor = ACTOR_PROCESS_GB + max(memory.total + extra, memory.static + saving)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from rstar2_megatron.model.model_config import ModelConfig
-from rstar2_megatron.settings.planning.memory import GB
+from rstar2_megatron.settings.planning.memory import GB, WIDTH
 from rstar2_megatron.settings.planning.table import RunPlan
 from rstar2_megatron.settings.schema import Settings
 
@@ -54,7 +54,7 @@ def disk_needed(settings: Settings, model: ModelConfig) -> Disk:
     return Disk(
         checkpoints=count * checkpoint_bytes(settings, model),
         num_checkpoints=count,
-        export=model.num_parameters * (2 if settings.actor.model.precision == "bf16" else 4),
+        export=model.num_parameters * WIDTH[settings.actor.model.precision],
         rollouts=kept * trajectories * runner.seq_length * _ROLLOUT_BYTES,
         other=min(samples, limit) + min(rows, limit) + traces + steps * _METRICS_BYTES,
     )

@@ -253,8 +253,7 @@ def collocated_step_s(settings: Settings, slots: Slots, model: ModelConfig) -> f
 def splits(settings: Settings, slots: Slots, model: ModelConfig, bound: int) -> Iterator[Split]:
     """Every split of the GPUs that fits, with what a step takes at `algorithm.max_staleness=bound`."""
     parallel, tp = settings.actor.model, settings.rollout.tensor_parallel_size
-    pp = parallel.pipeline_model_parallel_size
-    ranks = parallel.tensor_model_parallel_size * pp * parallel.context_parallel_size
+    pp, ranks = parallel.pipeline_model_parallel_size, parallel.ranks_of_copy
     alone = changed(settings, {**dict.fromkeys(_OFFLOAD, False), _SHARE: ALONE_SHARE})
     gpu_gb, kv_tokens = slots.memory_gb or 0.0, kv_capacity(alone, model, slots.memory_gb)
     if kv_tokens < settings.runner.seq_length:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rstar2_megatron.model.model_config import ModelConfig
-from rstar2_megatron.settings.planning.memory import GB, RankParameters, rank_parameters
+from rstar2_megatron.settings.planning.memory import GB, WIDTH, RankParameters, rank_parameters
 from rstar2_megatron.settings.schema import ActorSettings, Settings
 
 PROCESS_GB = 8.0  # of a process with CUDA: libraries, pinned buffers
@@ -47,7 +47,7 @@ def save_bytes(
 ) -> float:
     """Peak host bytes of a save on `ranks` ranks of one node; `first`: they include the gathering ranks."""
     optim, bf16 = actor.optim, actor.model.precision == "bf16"
-    width = 2 if bf16 else 4
+    width = WIDTH[actor.model.precision]
     shares = [share for share in rank_parameters(actor, model, world) if share.held]
 
     def gathering(share: RankParameters) -> int:
@@ -90,10 +90,9 @@ def host_memory(settings: Settings, model: ModelConfig, world: int) -> HostMemor
     shares = rank_parameters(actor, model, world)
     state = STATE_BYTES if actor.model.precision == "bf16" or actor.optim.optimizer_cpu_offload else 8
     on_host = actor.optim.optimizer_cpu_offload or actor.offload_optimizer
-    width = 2 if actor.model.precision == "bf16" else 4
     return HostMemory(
         optimizer=state * sum(s.updated for s in shares) * ranks / GB if on_host else 0.0,
-        weights=width * sum(s.held for s in shares) * ranks / GB if actor.offload_weight else 0.0,
+        weights=WIDTH[actor.model.precision] * sum(s.held for s in shares) * ranks / GB if actor.offload_weight else 0.0,
         checkpoint=max(save_bytes(actor, model, world, ranks=ranks), load_bytes(actor, model, ranks=ranks)) / GB,
         processes=2 * PROCESS_GB * ranks,  # an actor rank and an engine's rank
     )

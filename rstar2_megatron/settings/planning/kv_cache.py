@@ -7,21 +7,20 @@ SGLang applies its share to the memory that is free at its start; an actor on th
 from __future__ import annotations
 
 from rstar2_megatron.model.model_config import ModelConfig
-from rstar2_megatron.settings.planning.memory import GB
+from rstar2_megatron.settings.planning.memory import GB, WIDTH
 from rstar2_megatron.settings.schema import Settings
 
 
 def kv_bytes_per_token(model: ModelConfig, precision: str) -> int:
-    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * (2 if precision == "bf16" else 4)
+    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * WIDTH[precision]
 
 
 def kv_capacity(settings: Settings, model: ModelConfig, free_gb: float | None) -> int:
     """Tokens of KV cache of one engine; negative when its weights do not fit. free_gb: free memory of each GPU at its start."""
     rollout = settings.rollout
-    width = 2 if rollout.model.precision == "bf16" else 4
     if free_gb is None:  # on a CPU the YAML must set the size
         return rollout.max_total_tokens or 0
     room = free_gb * GB * rollout.gpu_memory_utilization * rollout.tensor_parallel_size
-    room -= width * model.num_parameters
+    room -= WIDTH[rollout.model.precision] * model.num_parameters
     capacity = int(room // kv_bytes_per_token(model, rollout.model.precision))
     return min(capacity, rollout.max_total_tokens or capacity)

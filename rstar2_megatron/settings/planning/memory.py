@@ -19,6 +19,7 @@ from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.settings.schema import ActorSettings, Settings
 
 GB = 1e9
+WIDTH = {"bf16": 2, "fp32": 4}  # bytes of a weight
 CUDA_OVERHEAD_GB = 5.0  # context, NCCL buffers, workspaces, fragmentation
 HEAD_BLOCK_ROWS = 256  # actor/network/logprob.py
 # Memory of an engine outside its static share, which it also keeps while it sleeps. An estimate: context and workspaces of
@@ -106,11 +107,10 @@ def training_memory(settings: Settings, model: ModelConfig, world: int, *, cpu: 
     parallel, optim = settings.actor.model, settings.actor.optim
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     cp = parallel.context_parallel_size
-    bf16 = parallel.precision == "bf16"
-    width = 2 if bf16 else 4
+    width = WIDTH[parallel.precision]
     dense, experts = rank_parameters(settings.actor, model, world)
     per_rank, sharded = dense.held + experts.held, dense.updated + experts.updated
-    state = 0 if optim.optimizer_cpu_offload else 12 if bf16 else 8
+    state = 0 if optim.optimizer_cpu_offload else 12 if parallel.precision == "bf16" else 8
 
     tokens = -(-settings.runner.max_tokens_per_mbs // cp)
     split = tp if parallel.sequence_parallel else 1

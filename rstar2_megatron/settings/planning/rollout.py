@@ -5,7 +5,7 @@ from __future__ import annotations
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.settings.placement import Slots, collocated
 from rstar2_megatron.settings.planning.kv_cache import kv_bytes_per_token, kv_capacity
-from rstar2_megatron.settings.planning.memory import ENGINE_WORK_GB, GB, engine_residue_gb
+from rstar2_megatron.settings.planning.memory import ENGINE_WORK_GB, GB, WIDTH, engine_residue_gb
 from rstar2_megatron.settings.planning.table import RunPlan, gb_text
 from rstar2_megatron.settings.schema import Settings
 
@@ -28,7 +28,7 @@ def plan_rollout(plan: RunPlan, settings: Settings, slots: Slots, model: ModelCo
     capacity = kv_capacity(settings, model, free)
     plan.kv_capacity_tokens = capacity
     if capacity < longest:
-        weights = model.num_parameters * (2 if rollout.model.precision == "bf16" else 4) / GB
+        weights = model.num_parameters * WIDTH[rollout.model.precision] / GB
         memory = "" if free is None else f" of {free:.0f} GB free per GPU"
         plan.problems.append(
             f"an engine of TP {rollout.tensor_parallel_size} has room for {max(capacity, 0)} KV tokens "
@@ -74,8 +74,7 @@ def plan_sharing(plan: RunPlan, settings: Settings, slots: Slots, model: ModelCo
     actor, residue = settings.actor, engine_residue_gb(settings)
     stays = _actor_beside_engines(plan, settings)
     engine = rollout.gpu_memory_utilization * max(gpu_gb - stays, 0.0) + residue + ENGINE_WORK_GB
-    width = 2 if rollout.model.precision == "bf16" else 4
-    weights = width * model.num_parameters / rollout.tensor_parallel_size / GB
+    weights = WIDTH[rollout.model.precision] * model.num_parameters / rollout.tensor_parallel_size / GB
     if actor.offloads:
         buckets = 2 * actor.weight_sync.bucket_mb * 2**20 / GB  # the buffer, and the tensor gathered for it
         of_actor = stays + (memory.weights if actor.offload_weight else 0) + buckets

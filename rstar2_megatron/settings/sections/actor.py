@@ -24,6 +24,11 @@ class ActorModelSettings(Section):
     recompute_method: Literal["uniform", "block"] | None = None
     recompute_num_layers: int | None = None
 
+    @property
+    def ranks_of_copy(self) -> int:
+        """Ranks that together hold the model once."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
 
 class OptimSettings(Section):
     optimizer: Literal["adam"] = "adam"

@@ -44,13 +44,12 @@ class CheckRun(RLRun):
 
     def sync_by(self, kind: Any) -> dict[str, Any]:
         """Change the actor's weights by a step, bring them to all engines by this route, compare checksums."""
-        timeout = self.settings.runner.step_timeout_s
         self.trainer.choose_route(kind)
         model = ModelConfig.from_directory(self.settings.rollout.model.model_path)
         batch = random_batch(model, 8, 20, 64, seed=self._version)
-        before = self.actor.call("weights_checksum", timeout_s=timeout)[0]
+        before = self.ask_actor("weights_checksum")[0]
         self.trainer.train(put_sequences(batch))
-        after = self.actor.call("weights_checksum", timeout_s=timeout)[0]
+        after = self.ask_actor("weights_checksum")[0]
         changed = sum(before[name] != value for name, value in after.items())
         if not changed:
             raise RuntimeError("the training step before the sync changed no weight: the sync would prove nothing")
@@ -71,16 +70,15 @@ class CheckRun(RLRun):
         self._cold_start()  # there is none: the first sync, the gate on the weights, a fresh optimizer
         self._train_steps(0)
         row = self.files.metrics.rows()[-1]
-        if row.get("train/actor/skipped_update") or row.get("actor/skipped_update"):
+        if row.get("train/actor/skipped_update"):
             raise RuntimeError("no trajectory was left to train on: see the engines' logs and the judge")
         return {key: value for key, value in row.items() if isinstance(value, int | float)}
 
     def checkpoint(self) -> dict[str, Any]:
         """The checkpoint that the step left, loaded by all ranks: its checksums are compared there."""
         directory = self.checkpoints / "global_step_1"
-        timeout = self.settings.runner.step_timeout_s
         started = time.perf_counter()
-        self.actor.call("load_checkpoint", str(directory / "actor"), timeout_s=timeout)
+        self.ask_actor("load_checkpoint", str(directory / "actor"))
         seconds = time.perf_counter() - started
         num_bytes = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
         return {"load_seconds": seconds, "bytes": num_bytes}

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from rstar2_megatron.runs.check.case import Batch, start
+from rstar2_megatron.runs.check.case import Batch, started_actor
 from rstar2_megatron.runs.check.process import Job
 from rstar2_megatron.settings.schema import Settings
 
@@ -19,15 +19,14 @@ def gradients(job: Job, case: Settings, batch: Batch, keep: str = "", compare: s
     import torch  # here: the driver reads this file and does no torch work
     from safetensors.torch import load_file, save_file
 
-    actor = start(job, case)
-    logprobs = actor.compute_logprobs(batch)
-    metrics = actor.train_step(batch)
-    with torch.no_grad():
-        for chunk in actor.policy.chunks:
-            for parameter in chunk.parameters():
-                parameter.data.copy_(parameter.main_grad)
-    named = {name: tensor.detach().cpu().clone() for name, tensor in actor.iter_hf_weights() if job.rank == 0}
-    actor.close()
+    with started_actor(job, case) as actor:
+        logprobs = actor.compute_logprobs(batch)
+        metrics = actor.train_step(batch)
+        with torch.no_grad():
+            for chunk in actor.policy.chunks:
+                for parameter in chunk.parameters():
+                    parameter.data.copy_(parameter.main_grad)
+        named = {name: tensor.detach().cpu().clone() for name, tensor in actor.iter_hf_weights() if job.rank == 0}
     result: dict[str, Any] = {
         "logprobs": [[float(value) for value in row] for row in logprobs],
         "loss": metrics["actor/policy_loss"],

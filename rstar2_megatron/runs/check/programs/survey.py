@@ -1,4 +1,4 @@
-"""The facts of a node, as a program of checks. Imports the standard library only; packages are read by their files."""
+"""The facts of a node, as a program of checks. Packages are read by their files, not imported."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import ctypes
 import importlib.metadata
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -16,8 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from rstar2_megatron.records.disk import nearest_existing
 from rstar2_megatron.runs.check.process import Job
-from rstar2_megatron.settings.placement import SMI_TIMEOUT_S
+from rstar2_megatron.settings.placement import SMI_TIMEOUT_S, visible_host_gb
 
 _TOOLS = ("nvidia-smi", "nvcc", "ninja", "gcc", "g++")
 _ENVIRONMENT = ("CUDA_", "NCCL_", "GLOO_", "PYTORCH_", "RAY_ADDRESS", "RLINF_", "TMPDIR", "LD_LIBRARY_PATH", "NVTE_")
@@ -32,8 +34,8 @@ def survey(job: Job, paths: Sequence[str], pins: Sequence[str]) -> dict[str, Any
         "system": platform.platform(),
         "glibc": " ".join(platform.libc_ver()),
         "cpus": os.cpu_count(),
-        "host_gb": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9,
-        "host_free_gb": _meminfo("MemAvailable"),
+        "host_gb": visible_host_gb(),
+        "host_free_gb": psutil.virtual_memory().available / 1e9,
         "shared_memory_gb": _room("/dev/shm"),
         "temporary": _temporary(),
         "room_gb": {path: _room(path) for path in paths},
@@ -98,18 +100,10 @@ def _driver_cuda() -> int:
     return version.value
 
 
-def _meminfo(name: str) -> float:
-    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-    return int(found[1]) * 1024 / 1e9 if found else 0.0
-
-
 def _room(path: str) -> float | None:
     """GB that are free where `path` is, or will be."""
-    place = Path(path).absolute()
-    while not place.exists() and place != place.parent:
-        place = place.parent
     try:
-        return shutil.disk_usage(place).free / 1e9
+        return shutil.disk_usage(nearest_existing(path)).free / 1e9
     except OSError:
         return None
 

@@ -9,6 +9,7 @@ from typing import Any
 from rstar2_megatron.runs.check.case import longest_sequence, make_batch, make_case, random_batch
 from rstar2_megatron.runs.check.context import Context
 from rstar2_megatron.runs.check.result import Check, CheckFailed, Finding
+from rstar2_megatron.runs.check.subjects.network import AFTER, BUG
 from rstar2_megatron.settings.planning.advice import changed
 from rstar2_megatron.settings.planning.estimates import train_share
 
@@ -32,9 +33,8 @@ def optimizer(*, on_host: bool) -> Callable[[Context], Finding]:
             "overlap_grad_reduce": False,
             "optimizer_cpu_offload": on_host,
         }
-        figures = context.nodes.ranks(
-            f"{_PROGRAMS}:optimizer_error", 1, 170.0, case=make_case(context, optim=optim, **_STAY), batch=make_batch(context)
-        )[0]
+        case = make_case(context, optim=optim, **_STAY)
+        figures = context.nodes.one(f"{_PROGRAMS}:optimizer_error", 170.0, case=case, batch=make_batch(context))
         allowed = 1e-3 if context.settings.actor.model.precision == "fp32" else 0.05
         words = f"a step is {figures['error']:.1e} from AdamW's formula, allowed {allowed:.0e}; {figures['seconds']:.2f} s"
         if figures["skipped"] or not figures["error"] <= allowed:
@@ -46,7 +46,7 @@ def optimizer(*, on_host: bool) -> Callable[[Context], Finding]:
 
 def offload(context: Context) -> Finding:
     case = make_case(context, optim={"use_distributed_optimizer": True, "optimizer_cpu_offload": False}, **_OFFLOAD)
-    figures = context.nodes.ranks(f"{_PROGRAMS}:offload_and_reload", 1, 170.0, case=case, batch=make_batch(context))[0]
+    figures = context.nodes.one(f"{_PROGRAMS}:offload_and_reload", 170.0, case=case, batch=make_batch(context))
     before, away = figures["bytes_before"], figures["bytes_away"]
     freed = 1 - away / max(before, 1)
     words = (
@@ -66,8 +66,8 @@ def checkpoint(context: Context) -> Finding:
     )
     directory = context.scratch / "checkpoint"
     arguments: dict[str, Any] = {"case": case, "batch": make_batch(context), "directory": str(directory)}
-    saved = context.nodes.ranks(f"{_PROGRAMS}:save_checkpoint", 1, 170.0, **arguments)[0]
-    loaded = context.nodes.ranks(f"{_PROGRAMS}:load_checkpoint", 1, 110.0, **arguments)[0]
+    saved = context.nodes.one(f"{_PROGRAMS}:save_checkpoint", 170.0, **arguments)
+    loaded = context.nodes.one(f"{_PROGRAMS}:load_checkpoint", 110.0, **arguments)
     shutil.rmtree(directory, ignore_errors=True)
     figures = {
         **{k: v for k, v in saved.items() if k != "weights"},
@@ -98,14 +98,8 @@ def speed(context: Context) -> Finding:
     length = min(settings.runner.seq_length // 2, tokens) if gpu else longest_sequence(context)
     count = max(1, tokens // length) * (2 if gpu else 1)
     case = changed(make_case(context, max_tokens=tokens, **_STAY), {"runner.seq_length": length})
-    figures = context.nodes.ranks(
-        f"{_PROGRAMS}:training_speed",
-        1,
-        170.0,
-        case=case,
-        batch=random_batch(context.thin_config, count, length, length),
-        steps=4 if gpu else 2,
-    )[0]
+    batch = random_batch(context.thin_config, count, length, length)
+    figures = context.nodes.one(f"{_PROGRAMS}:training_speed", 170.0, case=case, batch=batch, steps=4 if gpu else 2)
     words = f"{figures['tokens_per_s']:.0f} tokens/s, {figures['tflops']:.3g} TFLOP/s a rank with {length} tokens a sequence"
     if not gpu:
         return Finding(f"{words}; the plan has no figure for CPUs", figures)
@@ -116,16 +110,14 @@ def speed(context: Context) -> Finding:
     return Finding(words, {**figures, "planned_mfu": planned})
 
 
-_BUG = "a wrong result here is a bug of this project or of a library: please report it with the report file"
-_AFTER = ("thin model", "one rank")
 CHECKS = [
-    Check("optimizer step", optimizer(on_host=False), _BUG, deadline_s=180.0, after=_AFTER),
-    Check("optimizer on the host", optimizer(on_host=True), f"actor.optim.optimizer_cpu_offload=False avoids it; {_BUG}",
-          deadline_s=180.0, after=_AFTER),
+    Check("optimizer step", optimizer(on_host=False), BUG, deadline_s=180.0, after=AFTER),
+    Check("optimizer on the host", optimizer(on_host=True), f"actor.optim.optimizer_cpu_offload=False avoids it; {BUG}",
+          deadline_s=180.0, after=AFTER),
     Check("offload and reload", offload, "something else holds the memory: take PYTORCH_ALLOC_CONF out of the environment",
-          deadline_s=180.0, after=_AFTER),
+          deadline_s=180.0, after=AFTER),
     Check("checkpoint", checkpoint, "is the disk full or failing? runner.output_dir on another file system",
-          deadline_s=300.0, after=_AFTER),
+          deadline_s=300.0, after=AFTER),
     Check("training speed", speed, "nvidia-smi -q -d CLOCK,POWER: is the GPU throttled? without TransformerEngine it is slower",
-          deadline_s=180.0, after=_AFTER),
+          deadline_s=180.0, after=AFTER),
 ]  # fmt: skip

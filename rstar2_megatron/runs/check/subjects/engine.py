@@ -75,11 +75,8 @@ def greedy(context: Context) -> Finding:
         advantage=0.0,
     )
     case = make_case(context, optim={"optimizer_cpu_offload": False})
-    rows = context.nodes.ranks("rstar2_megatron.runs.check.programs.actor_state:score", 1, 110.0, case=case, batch=[sequence])[
-        0
-    ]
-    ours = rows[0][length:]
-    return judge_logprobs(ours, told["logprobs"], context.settings.actor.model.precision)
+    rows = context.nodes.one("rstar2_megatron.runs.check.programs.actor_state:score", 110.0, case=case, batch=[sequence])
+    return judge_logprobs(rows[0][length:], told["logprobs"], context.settings.actor.model.precision)
 
 
 def judge_logprobs(ours: list[float], theirs: list[float], precision: str) -> Finding:

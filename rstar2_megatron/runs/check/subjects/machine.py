@@ -13,7 +13,6 @@ from rstar2_megatron.runs.check.result import Check, CheckFailed, Finding
 from rstar2_megatron.runs.check.subjects.thin_model import thin_parameters
 from rstar2_megatron.runs.preflight import check_before_start
 from rstar2_megatron.services.process import PROJECT
-from rstar2_megatron.settings.load import ConfigError
 from rstar2_megatron.settings.planning.host_memory import host_memory
 from rstar2_megatron.settings.planning.plan import make_plan, model_of
 
@@ -49,7 +48,7 @@ def read_pins(directory: Path, *, gpu: bool) -> dict[str, str]:
 def configuration(context: Context) -> Finding:
     try:
         warnings = check_before_start(context.settings, dry_run=True)
-    except ConfigError as error:
+    except ValueError as error:
         raise CheckFailed(str(error)) from error
     plan = make_plan(context.settings)
     if not plan.fits:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -87,15 +86,14 @@ def head_errors(job: Job, hidden_size: int, vocab_size: int, chunk_tokens: int, 
 
 def head(context: Context) -> Finding:
     model, actor = context.thin_config, context.settings.actor
-    figures = context.nodes.ranks(
+    figures = context.nodes.one(
         "rstar2_megatron.runs.check.subjects.network:head_errors",
-        1,
         110.0,
         hidden_size=model.hidden_size,
         vocab_size=model.vocab_size,
         chunk_tokens=actor.head_chunk_tokens(cpu=context.device == "cpu"),
         precision=actor.model.precision,
-    )[0]
+    )
     allowed = 1e-3 if actor.model.precision == "fp32" else 0.02
     errors = {k: v for k, v in figures.items() if k not in ("tokens", "peak_bytes")}
     worst = max(errors, key=lambda name: errors[name] if errors[name] == errors[name] else float("inf"))
@@ -114,9 +112,9 @@ def plain_case(context: Context, *, max_tokens: int | None = None, **model: Any)
 
 def reference(context: Context) -> Finding:
     """One rank, the batch packed: what everything else is compared with."""
-    result = context.nodes.ranks(
-        _GRADIENTS, 1, 170.0, case=plain_case(context), batch=make_batch(context), keep=reference_path(context.scratch)
-    )[0]
+    result = context.nodes.one(
+        _GRADIENTS, 170.0, case=plain_case(context), batch=make_batch(context), keep=reference_path(context.scratch)
+    )
     context.found["logprobs"] = result["logprobs"]
     if not 0 < result["grad_norm"] < float("inf"):
         raise CheckFailed(f"the gradient's norm is {result['grad_norm']}")
@@ -179,9 +177,8 @@ def whole_layout(context: Context) -> Finding:
     """All of the YAML's sizes together on every slot of a node; the rest is data parallel."""
     model, ranks = context.settings.actor.model, context.slots_per_node
     sizes = {key: getattr(model, key) for key in _LAYOUT}
-    copy = math.prod(sizes[key] for key in _LAYOUT[:3])
-    if ranks % copy:
-        raise CheckSkipped(f"a copy of the model takes {copy} slots, a node has {ranks}")
+    if ranks % model.ranks_of_copy:
+        raise CheckSkipped(f"a copy of the model takes {model.ranks_of_copy} slots, a node has {ranks}")
     case = plain_case(
         context,
         **sizes,
@@ -198,7 +195,7 @@ def engine_layers(context: Context) -> Finding:
     """TransformerEngine's layers against megatron-core's local ones."""
     if context.settings.actor.model.transformer_impl == "local":
         raise CheckSkipped("actor.model.transformer_impl=local")
-    other = context.nodes.ranks("rstar2_megatron.runs.check.subjects.network:implementation", 1, 60.0)[0]
+    other = context.nodes.one("rstar2_megatron.runs.check.subjects.network:implementation", 60.0)
     if other == "local":
         raise CheckSkipped("TransformerEngine is not installed: bash scripts/setup_env.sh --transformer-engine")
     return compared(context, plain_case(context, transformer_impl="local"))
@@ -212,17 +209,17 @@ def implementation(job: Job) -> str:
     return str(choose_implementation("auto", job.device))
 
 
-_BUG = "a wrong result here is a bug of this project or of a library: please report it with the report file"
-_AFTER = ("thin model", "one rank")
+BUG = "a wrong result here is a bug of this project or of a library: please report it with the report file"
+AFTER = ("thin model", "one rank")
 CHECKS = [
-    Check("head in chunks", head, _BUG, after=("thin model",)),
-    Check("one rank", reference, _BUG, deadline_s=180.0, after=("thin model",)),
-    Check("packed attention", one_at_a_time, f"actor.model.transformer_impl=local avoids the fused kernel; {_BUG}",
-          deadline_s=180.0, after=_AFTER),
-    Check("TransformerEngine", engine_layers, f"actor.model.transformer_impl=local trains without it; {_BUG}",
-          deadline_s=240.0, after=_AFTER, gpu=True),
-    Check("data parallel", layout(), _BUG, deadline_s=180.0, after=_AFTER, ranks=2),
-    *(Check(f"{key.split('_')[0]} parallel", layout(key), _BUG, deadline_s=180.0, after=_AFTER, ranks=2)
+    Check("head in chunks", head, BUG, after=("thin model",)),
+    Check("one rank", reference, BUG, deadline_s=180.0, after=("thin model",)),
+    Check("packed attention", one_at_a_time, f"actor.model.transformer_impl=local avoids the fused kernel; {BUG}",
+          deadline_s=180.0, after=AFTER),
+    Check("TransformerEngine", engine_layers, f"actor.model.transformer_impl=local trains without it; {BUG}",
+          deadline_s=240.0, after=AFTER, gpu=True),
+    Check("data parallel", layout(), BUG, deadline_s=180.0, after=AFTER, ranks=2),
+    *(Check(f"{key.split('_')[0]} parallel", layout(key), BUG, deadline_s=180.0, after=AFTER, ranks=2)
       for key in _LAYOUT),
-    Check("whole layout", whole_layout, _BUG, deadline_s=180.0, after=_AFTER, ranks=2),
+    Check("whole layout", whole_layout, BUG, deadline_s=180.0, after=AFTER, ranks=2),
 ]  # fmt: skip

@@ -75,15 +75,14 @@ def build(job: Job, raw: dict[str, Any], directory: str, precision: str, tokeniz
 def make(context: Context) -> Finding:
     settings = context.settings
     raw = thin_config(settings.rollout.model.model_path, layers_for(settings))
-    figures = context.nodes.ranks(
+    figures = context.nodes.one(
         "rstar2_megatron.runs.check.subjects.thin_model:build",
-        1,
         280.0,
         raw=raw,
         directory=str(context.thin),
         precision=settings.actor.model.precision,
         tokenizer_from=settings.rollout.model.model_path,
-    )[0]
+    )
     context.nodes.patience = 1 + figures["parameters"] / _MORE_TIME
     model = context.thin_config
     words = (

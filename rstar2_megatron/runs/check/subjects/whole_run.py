@@ -11,7 +11,7 @@ from rstar2_megatron.runs.check.context import Context
 from rstar2_megatron.runs.check.result import Check, CheckFailed, CheckSkipped, Finding
 from rstar2_megatron.settings.planning.advice import changed
 from rstar2_megatron.settings.planning.estimates import LINK_BYTES_PER_S, train_share
-from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.settings.schema import ColdStartSettings, EvaluationSettings, LrSchedSettings, Settings
 from rstar2_megatron.weights.route import RouteKind
 
 _PROGRAM = "rstar2_megatron.runs.check.programs.cluster_program:part"
@@ -61,8 +61,7 @@ def run_settings(context: Context) -> Settings:
         f"{sampling}.down_sample_to_n": group_size // 2,
         **({f"{sampling}.mode": "paper"} if has_own_rule else {}),
         "algorithm.trajectory_filters": [],
-        "agentloop.environment": None,
-        "agentloop.loop": None,
+        **dict.fromkeys(("agentloop.environment", "agentloop.loop")),
         "reward.function": "math",
         "reward.terms": [],
         "reward.arguments": {},
@@ -78,15 +77,10 @@ def run_settings(context: Context) -> Settings:
         "rollout.tail": "wait",
         "actor.optim.lr": 1e-3,
         "actor.optim.min_lr": 0.0,
-        "actor.lr_sched.lr_warmup_iters": 0,
-        "actor.lr_sched.lr_decay_style": "constant",
-        "actor.lr_sched.lr_decay_iters": None,
+        "actor.lr_sched": LrSchedSettings(lr_warmup_iters=0),  # constant
         "actor.weight_sync.route": "auto",
-        "cold_start.enabled": False,
-        "cold_start.builder": None,
-        "cold_start.phases": [],
-        **dict.fromkeys(("evaluation.before_and_after", "evaluation.save_trajectories"), False),
-        "evaluation.max_new_tokens": None,
+        "cold_start": ColdStartSettings(),  # off
+        "evaluation": EvaluationSettings(before_and_after=False, save_trajectories=False),
         **({} if gpu else {"rollout.max_total_tokens": 8192}),
     }
     return changed(settings, changes)
