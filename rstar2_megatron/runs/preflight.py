@@ -9,7 +9,6 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator
-from itertools import chain
 from pathlib import Path
 
 import psutil
@@ -106,11 +105,10 @@ def check_before_start(
     _raise(replay_problems(settings.runner.replay_rollouts, settings.runner.max_steps))  # of a run that was here
     raise_or_warn(init_checkpoint_problems(settings))
     raise_or_warn(cold_start_problems(settings))
-    wrong, absent = data_problems(settings, later)
+    wrong, absent, notes = data_problems(settings, later)
+    warnings += notes
     _raise(wrong)
     raise_or_warn(absent)
-    if not absent:
-        warnings += data_notes(settings)
     if dry_run and settings.runner.task_type in _MAKERS and not absent:  # a run reads all rows before it starts anything
         _raise(row_problems(settings))
     raise_or_warn(logger_problems(settings))
@@ -439,10 +437,11 @@ def cold_start_problems(settings: Settings) -> Iterator[str]:
             yield f"{what} does not exist; {_MAKERS['sft']} writes such files"
 
 
-def data_problems(settings: Settings, later: Collection[str] = ()) -> tuple[list[str], list[str]]:
-    """(bad rows, too few problems; files that are not given, not on this machine, or made by a stage before)."""
+def data_problems(settings: Settings, later: Collection[str] = ()) -> tuple[list[str], list[str], list[str]]:
+    """(bad rows, too few problems; files that are not given, not on this machine, or made by a stage before; warnings)."""
     wrong: list[str] = []
     absent: list[str] = []
+    notes: list[str] = []
     if (task := settings.runner.task_type) in ("sft", "preference"):
         section, maker = settings.sft if task == "sft" else settings.preference, _MAKERS[task]
         if not section.train_data_paths and f"{task}.train_data_paths" not in later:
@@ -452,7 +451,7 @@ def data_problems(settings: Settings, later: Collection[str] = ()) -> tuple[list
                 absent.append(f"{task} data file {path} is made by the cold start; set cold_start.builder=tiny or give files")
             elif not Path(path).is_file():
                 absent.append(f"{task} data file {path} does not exist; {maker} writes such files")
-        return wrong, absent
+        return wrong, absent, notes
     data = settings.data
     least_problems = data.rollout_batch_size if settings.runner.task_type == "reasoning" else 1
     save, validate = settings.runner.save_interval, settings.runner.val_check_interval
@@ -495,24 +494,15 @@ def data_problems(settings: Settings, later: Collection[str] = ()) -> tuple[list
                 f"data.{key} has {len(problems)} problems, a step needs data.rollout_batch_size={least}; lower "
                 "it or add problems"
             )
-    return wrong, absent
-
-
-def data_notes(settings: Settings) -> Iterator[str]:
-    """What of the problems is used otherwise than their author may have meant."""
-    data = settings.data
-    paths = {"train_data_paths": data.train_data_paths, "val_data_paths": data.val_data_paths}
-    if settings.runner.task_type in _MAKERS or any(path.startswith(PLACEHOLDER) for path in chain(*paths.values())):
-        return
-    if shared := sorted(set(data.train_data_paths) & set(data.val_data_paths)):
-        yield f"data.val_data_paths={shared[0]} is trained on, so its scores say nothing of other problems"
-    for key, named in paths.items() if not settings.agentloop.use_data_system_prompt else ():
-        problems = read_problems(named, data) if named else []
-        if count := sum(problem.prompt[0]["role"] == "system" for problem in problems):
-            yield (
-                f"data.{key}: {count} problems begin with a system message, which the model does not read; set "
+        systems = sum(problem.prompt[0]["role"] == "system" for problem in problems)
+        if systems and not settings.agentloop.use_data_system_prompt:
+            notes.append(
+                f"data.{key}: {systems} problems begin with a system message, which the model does not read; set "
                 "agentloop.use_data_system_prompt=True to give it in place of agentloop.system_prompt"
             )
+    if shared := sorted(set(data.train_data_paths) & set(data.val_data_paths)):
+        notes.append(f"data.val_data_paths={shared[0]} is trained on, so its scores say nothing of other problems")
+    return wrong, absent, notes
 
 
 def row_problems(settings: Settings) -> Iterator[str]:

@@ -171,6 +171,19 @@ def test_one_sentence(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert not case.output.is_dir() or not any(case.output.rglob("*.jsonl"))
 
 
+def test_what_of_the_problems_is_used_otherwise_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    case = Case(tmp_path)
+    asked = [{"role": "system", "content": "All numbers are in base 7."}, {"role": "user", "content": "3+5?"}]
+    case.line(2, json.dumps({"prompt": asked, "solutions": ["11"]}).encode())
+    words = [*case.arguments(), f"data.val_data_paths=[{case.data}]", "--dry-run"]
+    assert main(words) == 0
+    said = capfd.readouterr().err
+    assert "data.train_data_paths: 1 problems begin with a system message, which the model does not read; set agentloop" in said
+    assert f"data.val_data_paths={case.data} is trained on" in said
+    assert main([*words, "agentloop.use_data_system_prompt=True"]) == 0
+    assert "system message" not in capfd.readouterr().err
+
+
 def test_a_directory_of_a_run_of_another_task(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Its checkpoints would be resumed, or its model moved aside."""
     case = Case(tmp_path)
