@@ -33,15 +33,13 @@ def choose_shown(groups: Sequence[Group], resampled: Sequence[ResampleResult], a
 
     Groups that are trained on are chosen before rejected ones.
     """
-    pairs = list(enumerate(zip(groups, resampled, strict=True)))
-    pairs.sort(key=lambda pair: (pair[1][1].rejected, pair[0]))
     chosen: list[int] = []
     count = 0
-    for number, (group, _) in pairs:
+    for number in sorted(range(len(groups)), key=lambda number: resampled[number].rejected):
         if count >= at_least:
             break
         chosen.append(number)
-        count += len(group.usable)
+        count += len(groups[number].usable)
     return [ShownGroup(groups[number], resampled[number]) for number in sorted(chosen)]
 
 
