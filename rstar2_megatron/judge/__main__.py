@@ -61,13 +61,6 @@ def command_line() -> argparse.ArgumentParser:
     return parser
 
 
-def limits_of(arguments: argparse.Namespace) -> CallLimits:
-    """Flags over environment variables over defaults. ValueError names a bad value."""
-    limits = CallLimits.from_environment()
-    given = {name: value for name in OPTION_NAMES if (value := getattr(arguments, name)) is not None}
-    return limits.with_options(given, ceiling=None)
-
-
 def settle_counts(arguments: argparse.Namespace) -> None:
     """Choose the number of processes where none is given. Raises ValueError for a value out of its bounds."""
     if arguments.processes is None:
@@ -92,7 +85,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if arguments.command != "serve":
             settle_counts(arguments)
-        limits = limits_of(arguments)
+        given = {name: value for name in OPTION_NAMES if (value := getattr(arguments, name)) is not None}
+        limits = CallLimits.from_environment().with_options(given, ceiling=None)
         if arguments.drain_s is None:
             arguments.drain_s = limits.time_limit_s
         commands.go_before_calls()
