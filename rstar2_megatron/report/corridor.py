@@ -30,8 +30,6 @@ METRICS = ("pass-rate", "length-all", "tool-errors", "turns", "calls", "no-call"
 
 
 class Corridor(BaseModel):
-    """The file."""
-
     runs: list[str]
     metrics: dict[str, dict[int, tuple[float, float]]]
     """Of each metric (low, high) at each step from 1."""
