@@ -24,7 +24,7 @@ import yaml
 
 from rstar2_megatron.records.trajectory_row import FLOATS, INTS, unpack
 from rstar2_megatron.records.whole_file import write_text
-from rstar2_megatron.report.page.trees import find_trees, tool_call, tree_groups
+from rstar2_megatron.report.trees import find_trees, tool_call, tree_groups
 
 LEVELS = (1e-3, 1e-2, 1e-1, 1.0)  # of |actor - engine|, darker from each on
 _TEMPLATE = Path(__file__).with_name("trajectory_page.html")
