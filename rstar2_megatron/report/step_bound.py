@@ -100,20 +100,16 @@ def bound_sentence(step: Timeline) -> str:
         return f"the step did not end: {left} running when the trace stops"
     name = max(shares, key=lambda part: shares[part])
     share = f"{100 * shares[name]:.0f}% of the step"
-    if name == "tail":
-        return f"rollout tail: {share} on {_tail_text(step)}"
-    if name == "rollout":
-        return f"rollout: {share}, {_rollout_text(step)}"
-    if name == "grading":
-        slowest = max((span.seconds for span in step.of(GRADING.pid)), default=0.0)
-        return f"grading: {share} after the last token, the slowest message took {slowest:.1f} s"
-    if name == "training":
-        return f"training: {share} on {_actors_text(step, 'train_step')}"
-    if name == "sync":
-        return f"weight sync: {share}, {_actors_text(step, 'send_weights')} sent"
-    if name == "checkpoint":
-        return f"checkpoint: {share} to copy it and to wait for the files of the one before"
-    return f"the driver's own work: {share}"
+    slowest = max((span.seconds for span in step.of(GRADING.pid)), default=0.0)
+    return {
+        "rollout": f"rollout: {share}, {_rollout_text(step)}",
+        "tail": f"rollout tail: {share} on {_tail_text(step)}",
+        "grading": f"grading: {share} after the last token, the slowest message took {slowest:.1f} s",
+        "training": f"training: {share} on {_actors_text(step, 'train_step')}",
+        "sync": f"weight sync: {share}, {_actors_text(step, 'send_weights')} sent",
+        "checkpoint": f"checkpoint: {share} to copy it and to wait for the files of the one before",
+        "other": f"the driver's own work: {share}",
+    }[name]
 
 
 def tail_tasks(step: Timeline) -> list[Span]:
