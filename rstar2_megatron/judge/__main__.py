@@ -31,13 +31,8 @@ def command_line() -> argparse.ArgumentParser:
     add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
     add("--port", type=int, default=0, help="0 takes a free port (default)")
     add("--redis-uri", default=given("REDIS_URI"), help="running Redis (REDIS_URI); without it `all` starts one on loopback")
-    slots = given("MAX_WORKERS") or min(8 * cores(), MOST)
-    add(
-        "--workers",
-        type=int,
-        default=slots,
-        help=f"execution slots of this node (MAX_WORKERS; default: 8 a core, up to {MOST})",
-    )
+    slots = f"execution slots of this node (MAX_WORKERS; default: 8 a core, up to {MOST})"
+    add("--workers", type=int, default=given("MAX_WORKERS") or min(8 * cores(), MOST), help=slots)
     running = "calls that use CPU at once; sleeping and long ones do not count (default: 1.5 a core)"
     add("--max-running", type=int, default=default_permits(), help=running)
     sessions = f"live interpreters of this node at a time (default: 32 a core, up to {MOST}, and 1 for 8 open files)"

@@ -32,7 +32,6 @@ _SLICE_S = 0.0001  # likewise: they interrupt a call as soon as they need a core
 
 
 def on_signals(stop: Callable[[], None]) -> None:
-    """Call `stop` on SIGTERM, SIGINT and SIGHUP."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(number, stop)

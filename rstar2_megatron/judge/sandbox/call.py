@@ -87,7 +87,6 @@ class Runner:
         """End processes that live on between calls."""
 
     def _prepare_group(self) -> None:
-        """Give the control group the call's limit and share."""
         if self.group is not None:
             self.group.set_share(CpuShare.NEW)
             self.group.set_limit((self.limits.memory_mb + DISK_MB + 32) * MEGABYTE)

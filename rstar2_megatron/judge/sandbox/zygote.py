@@ -250,8 +250,8 @@ def import_standard_library() -> None:
 
 def hide_other_packages() -> None:
     """Make the libraries the only packages that programs find."""
-    for place in sys.path:
-        if place.endswith(("site-packages", "dist-packages")) and os.path.isdir(place):
+    for place in isolation.package_directories():
+        if os.path.isdir(place):
             sys.path_importer_cache[place] = OnlyLibraries(sys.path_hooks[-1](place))  # type: ignore[assignment]
 
 
@@ -295,12 +295,10 @@ def launch(control_fd: int, slots: int, sessions: int, scratch: str) -> int:
     os.environ.clear()
     os.environ.update(isolation.ENVIRONMENT)
     os.environ["PATH"] = f"{isolation.COMMANDS}:{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
-    packages = [place for place in sys.path if place.endswith(("site-packages", "dist-packages"))]
+    packages = isolation.package_directories()
     os.environ["PYTHONPATH"] = ":".join([isolation.COMMANDS, *packages])  # children inherit -S, so do not look there themselves
-    kept = (sys.prefix, sys.base_prefix)
-    sys.path[:] = [isolation.CALL_DIRECTORY] + [  # the first takes the place of the project's directory
-        p for p in sys.path if p.startswith(kept) or p.endswith(("site-packages", "dist-packages"))
-    ]
+    kept = [place for place in sys.path if place in packages or place.startswith((sys.prefix, sys.base_prefix))]
+    sys.path[:] = [isolation.CALL_DIRECTORY, *kept]  # the first takes the place of the project's directory
     linux.raise_open_files()
     layers = IsolationLayers()
     tree = _make_groups(layers, slots + sessions, min(100, max(1, slots * 3 // 16)))
