@@ -16,6 +16,7 @@ import orjson
 import uvloop
 
 from rstar2_megatron.judge.commands import on_signals
+from rstar2_megatron.judge.limits import default_permits
 from rstar2_megatron.judge.outcome import Outcome, make_result
 from rstar2_megatron.judge.queue import JobQueue
 from rstar2_megatron.judge.worker.slots import Slot, SlotPool
@@ -50,7 +51,7 @@ async def main(uri: str) -> None:
     stop = asyncio.Event()
     on_signals(stop.set)
     die_with_parent()
-    worker = Worker(JobQueue(uri), slots=32, require_isolation="minimal")
+    worker = Worker(JobQueue(uri), slots=32, permits=default_permits(), require_isolation="minimal")
     worker.pool = EchoPool(32)
     await worker.start()
     running = asyncio.create_task(worker.run())

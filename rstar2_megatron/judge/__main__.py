@@ -31,13 +31,8 @@ def command_line() -> argparse.ArgumentParser:
     add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
     add("--port", type=int, default=0, help="0 takes a free port (default)")
     add("--redis-uri", default=given("REDIS_URI"), help="running Redis (REDIS_URI); without it `all` starts one on loopback")
-    slots = given("MAX_WORKERS") or min(8 * cores(), MOST)
-    add(
-        "--workers",
-        type=int,
-        default=slots,
-        help=f"execution slots of this node (MAX_WORKERS; default: 8 a core, up to {MOST})",
-    )
+    slots = f"execution slots of this node (MAX_WORKERS; default: 8 a core, up to {MOST})"
+    add("--workers", type=int, default=given("MAX_WORKERS") or min(8 * cores(), MOST), help=slots)
     running = "calls that use CPU at once; sleeping and long ones do not count (default: 1.5 a core)"
     add("--max-running", type=int, default=default_permits(), help=running)
     sessions = f"live interpreters of this node at a time (default: 32 a core, up to {MOST}, and 1 for 8 open files)"
@@ -59,13 +54,6 @@ def command_line() -> argparse.ArgumentParser:
     add("--name", help=argparse.SUPPRESS)
     add("--log-level", default="warning", choices=["debug", "info", "warning", "error"])
     return parser
-
-
-def limits_of(arguments: argparse.Namespace) -> CallLimits:
-    """Flags over environment variables over defaults. ValueError names a bad value."""
-    limits = CallLimits.from_environment()
-    given = {name: value for name in OPTION_NAMES if (value := getattr(arguments, name)) is not None}
-    return limits.with_options(given, ceiling=None)
 
 
 def settle_counts(arguments: argparse.Namespace) -> None:
@@ -92,7 +80,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if arguments.command != "serve":
             settle_counts(arguments)
-        limits = limits_of(arguments)
+        given = {name: value for name in OPTION_NAMES if (value := getattr(arguments, name)) is not None}
+        limits = CallLimits.from_environment().with_options(given, ceiling=None)
         if arguments.drain_s is None:
             arguments.drain_s = limits.time_limit_s
         commands.go_before_calls()

@@ -21,7 +21,7 @@ from rstar2_megatron.judge.queue import JobQueue, cancel_and_wait
 from rstar2_megatron.judge.sandbox import linux
 from rstar2_megatron.records.whole_file import write_json
 from rstar2_megatron.services.parent_death import die_with_parent
-from rstar2_megatron.services.process import end_child, is_loopback, listen
+from rstar2_megatron.services.process import PROJECT, end_child, is_loopback, listen
 from rstar2_megatron.services.redis_server import RedisServer, check_redis
 
 log = logging.getLogger("judge")
@@ -32,11 +32,9 @@ _SLICE_S = 0.0001  # likewise: they interrupt a call as soon as they need a core
 
 
 def on_signals(stop: Callable[[], None]) -> None:
-    """Call `stop` on SIGTERM, SIGINT and SIGHUP."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        with contextlib.suppress(RuntimeError):
-            loop.add_signal_handler(number, stop)
+        loop.add_signal_handler(number, stop)
 
 
 def go_before_calls() -> None:
@@ -170,7 +168,7 @@ class _Workers:
         process = subprocess.Popen(
             [sys.executable, "-m", "rstar2_megatron.judge", "worker", "--exit-with-parent"]
             + [f"--{option}={value}" for option, value in options.items()],
-            cwd=Path(__file__).resolve().parents[2],
+            cwd=PROJECT,
             env={**os.environ, "REDIS_URI": self._uri},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -63,7 +63,6 @@ class JobQueue:
     """The queue as one server or worker uses it."""
 
     def __init__(self, uri: str, *, max_queued: int = 100_000, prefix: str = PREFIX) -> None:
-        self.uri = uri
         self.prefix = prefix
         self.max_queued = max_queued
         self._leased = 0  # jobs so far; decides which kind of call is next

@@ -81,15 +81,13 @@ class Permit:
 
 
 class Rate:
-    """Events per second, as an exponential moving average."""
+    """Events per second, as an exponential moving average. Times are monotonic seconds."""
 
     def __init__(self, now: float) -> None:
-        """`now` and all times are monotonic seconds."""
         self._last = now
         self.per_s = 0.0
 
     def add(self, count: int, now: float) -> None:
-        """Record `count` events."""
         passed, self._last = now - self._last, now
         if passed > 0:
             kept = math.exp(-passed / _MEMORY_S)
@@ -109,10 +107,9 @@ def reply_pause_s(waiting: int, rate: Rate) -> float:
 
 
 class PrefetchedJobs(dict[str, "LeasedJob"]):
-    """Jobs that are leased and not begun, by key, in the order of their arrival."""
+    """Jobs that are leased and not begun, by key, in the order of their arrival. Times are monotonic seconds."""
 
     def __init__(self, now: float) -> None:
-        """`now` and all times are monotonic seconds."""
         super().__init__()
         self._rate = Rate(now)
 

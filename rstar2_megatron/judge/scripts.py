@@ -66,10 +66,14 @@ local function reply(P, list, key, answer)
   redis.call('EXPIRE', P..'replies:'..list, 60)
 end
 
+local function forget(P, key)
+  for _, name in ipairs({'jobs', 'owner', 'tries', 'waiters'}) do redis.call('HDEL', P..name, key) end
+end
+
 -- Ends a job: everyone who waits for it gets `answer`.
 local function settle(P, key, answer)
   local waiting = redis.call('HGET', P..'waiters', key)
-  for _, name in ipairs({'jobs', 'owner', 'tries', 'waiters'}) do redis.call('HDEL', P..name, key) end
+  forget(P, key)
   for list in string.gmatch(waiting or '', '%S+') do reply(P, list, key, answer) end
 end
 
@@ -213,11 +217,11 @@ WITHDRAW = """
 local P = ARGV[1]
 local out = {}
 for i = 2, #ARGV do
-  local key = ARGV[i]
-  out[i - 1] = 0
-  if waits(P, key) then
-    count(P, key, -1)
-    for _, name in ipairs({'waiters', 'tries', 'jobs'}) do out[i - 1] = redis.call('HDEL', P..name, key) end
+  local is_waiting = waits(P, ARGV[i])
+  out[i - 1] = is_waiting and 1 or 0
+  if is_waiting then
+    count(P, ARGV[i], -1)
+    forget(P, ARGV[i])
   end
 end
 return out
@@ -231,14 +235,11 @@ for i = 2, #ARGV do
   local key = ARGV[i]
   if waits(P, key) then count(P, key, -1) end
   local owner = redis.call('HGET', P..'owner', key)
-  redis.call('HDEL', P..'waiters', key)
-  if not (owner and string.find(key, '[@=]')) then
-    redis.call('HDEL', P..'jobs', key)
-    redis.call('HDEL', P..'tries', key)
-    if owner then
-      redis.call('HDEL', P..'owner', key)
-      redis.call('PUBLISH', P..'cancel:'..owner, key)
-    end
+  if owner and string.find(key, '[@=]') then
+    redis.call('HDEL', P..'waiters', key)
+  else
+    forget(P, key)
+    if owner then redis.call('PUBLISH', P..'cancel:'..owner, key) end
   end
 end
 return 1

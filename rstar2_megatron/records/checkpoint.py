@@ -97,20 +97,19 @@ def find_resume(resume_dir: str | None, checkpoints_dir: Path) -> tuple[int, Pat
 class UnfinishedCheckpoint:
     """global_step_{step} under a temporary name; its model may not be written completely."""
 
-    checkpoints_dir: Path
+    partial: Path
     step: int
 
     def publish(
         self, keep: int, note: CheckpointNote = CheckpointNote(), *, best: bool = False, protected: Collection[int] = ()
     ) -> Path:
         """Give it its name and note, once the model is written; then remove checkpoints that `steps_to_keep` does not name."""
-        final = self.checkpoints_dir / f"global_step_{self.step}"
-        partial = final.with_name(final.name + _UNFINISHED)
-        write_json(partial / _NOTE, asdict(note))
+        write_json(self.partial / _NOTE, asdict(note))
+        final = self.partial.with_name(self.partial.name.removesuffix(_UNFINISHED))
         if final.exists():  # the same step again, after a resume from an older checkpoint
             shutil.rmtree(final)
-        partial.rename(final)
-        checkpoints = dict(complete_checkpoints(self.checkpoints_dir))
+        self.partial.rename(final)
+        checkpoints = dict(complete_checkpoints(final.parent))
         notes = {step: read_note(path) for step, path in checkpoints.items()}
         for step in checkpoints.keys() - steps_to_keep(notes, keep, best=best, protected=protected):
             shutil.rmtree(checkpoints[step])
@@ -118,7 +117,7 @@ class UnfinishedCheckpoint:
 
     def discard(self) -> None:
         """Remove it; the model must have been written."""
-        shutil.rmtree(self.checkpoints_dir / f"global_step_{self.step}{_UNFINISHED}")
+        shutil.rmtree(self.partial)
 
 
 def begin_save(
@@ -137,7 +136,7 @@ def begin_save(
         torch.save(data_state, file)
         file.flush()
         os.fsync(file.fileno())
-    return UnfinishedCheckpoint(checkpoints_dir, step)
+    return UnfinishedCheckpoint(partial, step)
 
 
 def save(checkpoints_dir: Path, step: int, save_actor: Callable[[str], None], data_state: dict[str, Any], keep: int) -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rstar2_megatron.algorithm.roc import ResampleResult
-from rstar2_megatron.records.trajectory_row import pack_floats, pack_ints, trajectory_row
+from rstar2_megatron.records.trajectory_row import FLOATS, INTS, pack, trajectory_row
 from rstar2_megatron.trajectory import Group, Trajectory
 
 
@@ -33,15 +33,13 @@ def choose_shown(groups: Sequence[Group], resampled: Sequence[ResampleResult], a
 
     Groups that are trained on are chosen before rejected ones.
     """
-    pairs = list(enumerate(zip(groups, resampled, strict=True)))
-    pairs.sort(key=lambda pair: (pair[1][1].rejected, pair[0]))
     chosen: list[int] = []
     count = 0
-    for number, (group, _) in pairs:
+    for number in sorted(range(len(groups)), key=lambda number: resampled[number].rejected):
         if count >= at_least:
             break
         chosen.append(number)
-        count += len(group.usable)
+        count += len(groups[number].usable)
     return [ShownGroup(groups[number], resampled[number]) for number in sorted(chosen)]
 
 
@@ -61,9 +59,9 @@ def group_rows(step: int, shown: ShownGroup) -> list[dict[str, Any]]:
             penalty = result.penalties[index]
             row["penalty"] = {"error": penalty.error, "format": penalty.answer_format, "answers": penalty.num_answers}
         row["generated"] = trajectory.spans
-        row["token_ids"] = pack_ints(trajectory.response_ids)
+        row["token_ids"] = pack(trajectory.response_ids, INTS)
         if shown.actor_logprobs is not None:
             ours, theirs = shown.actor_logprobs[index], trajectory.rollout_logprobs
-            row["logprob_diff"] = pack_floats((ours - theirs)[trajectory.loss_mask.astype(bool)])
+            row["logprob_diff"] = pack((ours - theirs)[trajectory.loss_mask.astype(bool)], FLOATS)
         rows.append(row)
     return rows

@@ -50,33 +50,18 @@ def trajectory_row(problem: Problem, t: Trajectory) -> dict[str, Any]:
 
 
 # Per-token lists take a few bytes a token as base64 of deflated little-endian arrays, not ten as decimal text.
+INTS = "<i4"
+FLOATS = "<f2"  # three digits, from 6e-8 to 65504
 
 
-def pack_ints(values: Sequence[int] | np.ndarray) -> str:
-    """int32 values as text."""
-    return _pack(np.asarray(values, dtype="<i4"))
+def pack(values: Sequence[float] | np.ndarray, kind: str) -> str:
+    """Values as text, stored as INTS or FLOATS. Larger floats become the largest."""
+    array = np.asarray(values, dtype="<f4").clip(-65504, 65504) if kind == FLOATS else np.asarray(values)
+    return base64.b64encode(zlib.compress(array.astype(kind).tobytes())).decode()
 
 
-def pack_floats(values: Sequence[float] | np.ndarray) -> str:
-    """Values as float16 text: three digits, from 6e-8 to 65504."""
-    return _pack(np.asarray(values, dtype="<f4").clip(-65504, 65504).astype("<f2"))
-
-
-def unpack_ints(text: str) -> list[int]:
-    """The values that `pack_ints` packed. Raises ValueError for other text."""
-    return _unpack(text, "<i4")
-
-
-def unpack_floats(text: str) -> list[float]:
-    """The values that `pack_floats` packed, rounded to float16. Raises ValueError for other text."""
-    return _unpack(text, "<f2")
-
-
-def _pack(array: np.ndarray) -> str:
-    return base64.b64encode(zlib.compress(array.tobytes())).decode()
-
-
-def _unpack(text: str, kind: str) -> list[Any]:
+def unpack(text: str, kind: str) -> list[Any]:
+    """The values that `pack` stored. Raises ValueError for other text."""
     try:
         return np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype=kind).tolist()
     except (zlib.error, ValueError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import reprlib
 import statistics
@@ -125,23 +126,16 @@ def trained_rows(log: Log) -> Series:
 
 def group_runs(logs: Sequence[Log]) -> list[Arm]:
     """Runs whose saved configurations are equal but for the seed form an arm; any other run is an arm of its own."""
-    arms: list[tuple[Any, Arm]] = []
+    groups: dict[object, list[Log]] = {}
     for log in logs:
-        work = None if log.settings is None else work_of(log.settings)
-        for other, arm in arms:
-            if work is not None and other == work:
-                arm.logs.append(log)
-                break
-        else:
-            arms.append((work, Arm("", [log])))
-    named = [arm for _, arm in arms]
-    for arm in named:
-        arm.label = arm_label(arm.logs)
-    labels = Counter(arm.label for arm in named)
-    for arm in named:
+        work = id(log) if log.settings is None else json.dumps(work_of(log.settings), sort_keys=True, default=str)
+        groups.setdefault(work, []).append(log)
+    arms = [Arm(arm_label(group), group) for group in groups.values()]
+    labels = Counter(arm.label for arm in arms)
+    for arm in arms:
         if labels[arm.label] > 1:
             arm.label = f"{arm.label} ({arm.logs[0].path})"
-    return named
+    return arms
 
 
 def arm_label(logs: Sequence[Log]) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 
 from rstar2_megatron.records.text_table import aligned
 from rstar2_megatron.report.arms import Arm, Point, clock, equal_seeds, last_values
-from rstar2_megatron.report.log_formats import Log, Series
+from rstar2_megatron.report.log_formats import Log, Series, some
 from rstar2_megatron.report.names import COMPARABLE, DIFFERENT_IN_VERL, LENGTH, PASS_RATE, RESAMPLED, REWARD, Panel
 
 BOOTSTRAPS = 10_000
@@ -266,8 +266,9 @@ class RunComparison:
             for log in logs:
                 steps = sorted(log.not_finite.get(panel.metric, ()))
                 if steps:
-                    shown = ", ".join(map(str, steps[:5])) + (", ..." if len(steps) > 5 else "")
-                    notes.append(f"{log.path}: {panel.metric} is NaN or infinite at {len(steps)} steps ({shown}), marked x")
+                    notes.append(
+                        f"{log.path}: {panel.metric} is NaN or infinite at {len(steps)} steps ({some(steps)}), marked x"
+                    )
         ends = [max(clock(log, "step"), default=0) for log in logs]
         if len(set(ends)) > 1:
             labels = Counter(log.label for log in logs)  # runs in two directories may have one name

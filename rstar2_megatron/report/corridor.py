@@ -30,8 +30,6 @@ METRICS = ("pass-rate", "length-all", "tool-errors", "turns", "calls", "no-call"
 
 
 class Corridor(BaseModel):
-    """The file."""
-
     runs: list[str]
     metrics: dict[str, dict[int, tuple[float, float]]]
     """Of each metric (low, high) at each step from 1."""
@@ -53,11 +51,11 @@ def read_corridor(path: Path) -> Corridor:
     try:
         return Corridor.model_validate_json(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}; make it by python -m rstar2_megatron.report.corridor") from None
+        why = str(error.strerror)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{path}: {place} {first['msg']}; make it by python -m rstar2_megatron.report.corridor") from None
+        why = f"{'.'.join(map(str, first['loc']))} {first['msg']}"
+    raise ValueError(f"{path}: {why}; make it by python -m rstar2_megatron.report.corridor")
 
 
 def make_corridor(runs: Sequence[str], words: Sequence[str], width: float) -> Corridor:

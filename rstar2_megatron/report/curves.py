@@ -20,7 +20,6 @@ from rstar2_megatron.report.arms import CLOCKS, Arm, check_arms, group_runs
 from rstar2_megatron.report.compare import RunComparison
 from rstar2_megatron.report.comparison_files import write_comparison
 from rstar2_megatron.report.draw import draw_run
-from rstar2_megatron.report.log_formats import Log
 from rstar2_megatron.report.names import DEFAULT_PANELS, PANELS, panel
 from rstar2_megatron.report.read import read_logs
 from rstar2_megatron.report.table import render_table
@@ -75,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{'error' if arguments.strict else 'warning'}: {fault}", file=sys.stderr)
     if comparison.faults and arguments.strict:
         return 1
-    out = arguments.out or _default_out(comparison.arms[0].logs[0])
+    first = comparison.arms[0].logs[0].path
+    out = arguments.out or (first if first.is_dir() else first.parent)
     try:
         written = write_comparison(comparison, out)
     except OSError as error:
@@ -122,10 +122,6 @@ def _compare(arguments: argparse.Namespace) -> RunComparison:
         if not arm.clock(arguments.x):
             raise ValueError(f"{arm.label} does not log what --x {arguments.x} needs; --x step always works")
     return RunComparison(with_curves, panels, arguments.x, arguments.last, arguments.levels, empty, arguments.paired)
-
-
-def _default_out(log: Log) -> Path:
-    return log.path if log.path.is_dir() else log.path.parent
 
 
 def _one_run(directory: Path, out: Path | None) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rstar2_megatron.records.step_shares import step_shares
@@ -52,13 +52,14 @@ class Timeline:
         return [span for span in self.spans if span.pid == pid]
 
 
-def timeline(events: Iterable[Event]) -> Timeline:
+def timeline(events: Sequence[Event]) -> Timeline:
     """Spans, trajectories and counters of the events. A span without an end lasts to the last event."""
-    events = sorted((e for e in events if e["ph"] in "XBEC"), key=lambda event: event["ts"])
-    last = max((e["ts"] + e.get("dur", 0) for e in events), default=0) / 1e6
     found = Timeline([])
+    found.rows = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}
+    timed = sorted((e for e in events if e["ph"] in "XBEC"), key=lambda event: event["ts"])
+    last = max((e["ts"] + e.get("dur", 0) for e in timed), default=0) / 1e6
     open_tasks: dict[tuple[int, int], Event] = {}
-    for event in events:
+    for event in timed:
         pid, lane, at = event["pid"], event.get("tid", 0), event["ts"] / 1e6
         if event["ph"] == "X":
             found.spans.append(Span(pid, lane, event["name"], at, at + event["dur"] / 1e6))
@@ -75,10 +76,6 @@ def timeline(events: Iterable[Event]) -> Timeline:
         found.tasks.append(Span(pid, lane, begun["name"], begun["ts"] / 1e6, last, complete=False))
     found.tasks.sort(key=lambda span: span.start)
     return found
-
-
-def row_names(events: Iterable[Event]) -> dict[int, str]:
-    return {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}
 
 
 def shares_of(step: Timeline) -> dict[str, float]:
@@ -103,20 +100,16 @@ def bound_sentence(step: Timeline) -> str:
         return f"the step did not end: {left} running when the trace stops"
     name = max(shares, key=lambda part: shares[part])
     share = f"{100 * shares[name]:.0f}% of the step"
-    if name == "tail":
-        return f"rollout tail: {share} on {_tail_text(step)}"
-    if name == "rollout":
-        return f"rollout: {share}, {_rollout_text(step)}"
-    if name == "grading":
-        slowest = max((span.seconds for span in step.of(GRADING.pid)), default=0.0)
-        return f"grading: {share} after the last token, the slowest message took {slowest:.1f} s"
-    if name == "training":
-        return f"training: {share} on {_actors_text(step, 'train_step')}"
-    if name == "sync":
-        return f"weight sync: {share}, {_actors_text(step, 'send_weights')} sent"
-    if name == "checkpoint":
-        return f"checkpoint: {share} to copy it and to wait for the files of the one before"
-    return f"the driver's own work: {share}"
+    slowest = max((span.seconds for span in step.of(GRADING.pid)), default=0.0)
+    return {
+        "rollout": f"rollout: {share}, {_rollout_text(step)}",
+        "tail": f"rollout tail: {share} on {_tail_text(step)}",
+        "grading": f"grading: {share} after the last token, the slowest message took {slowest:.1f} s",
+        "training": f"training: {share} on {_actors_text(step, 'train_step')}",
+        "sync": f"weight sync: {share}, {_actors_text(step, 'send_weights')} sent",
+        "checkpoint": f"checkpoint: {share} to copy it and to wait for the files of the one before",
+        "other": f"the driver's own work: {share}",
+    }[name]
 
 
 def tail_tasks(step: Timeline) -> list[Span]:
@@ -180,13 +173,12 @@ def _percent(share: float) -> str:
     return f"{100 * min(share, 1.0):.0f}%"
 
 
-def busiest(spans: Sequence[Span], start: float, end: float, bins: int) -> list[float]:
-    """How many of `spans` run on average in each of `bins` equal parts of [start, end)."""
-    width = (end - start) / bins
+def busiest(spans: Sequence[Span], end: float, bins: int) -> list[float]:
+    """How many of `spans` run on average in each of `bins` equal parts of [0, end)."""
+    width = end / bins
     sums = [0.0] * bins
     for span in spans:
-        first = max(0, int((span.start - start) / width))
-        for i in range(first, min(bins, int((span.end - start) / width) + 1)):
-            low = start + i * width
+        for i in range(max(0, int(span.start / width)), min(bins, int(span.end / width) + 1)):
+            low = i * width
             sums[i] += max(0.0, min(span.end, low + width) - max(span.start, low))
     return [total / width for total in sums]

@@ -10,16 +10,7 @@ from typing import Any
 
 from rstar2_megatron.records.trace import CHECKPOINT, DRIVER, GRADING, SYNC, TOOLS, actor_of, engine_of, read_trace, trace_path
 from rstar2_megatron.records.whole_file import replacement
-from rstar2_megatron.report.step_bound import (
-    GRADING_WAIT,
-    Span,
-    Timeline,
-    bound_sentence,
-    busiest,
-    row_names,
-    shares_of,
-    timeline,
-)
+from rstar2_megatron.report.step_bound import GRADING_WAIT, Span, Timeline, bound_sentence, busiest, shares_of, timeline
 
 _COLOURS = {
     "rollout": "#4c78a8",
@@ -83,7 +74,9 @@ def _order(step: Timeline) -> list[int]:
 def _draw_row(axes: Any, step: Timeline, pid: int) -> None:
     spans = step.of(pid)
     if pid in (TOOLS.pid, GRADING.pid):
-        _draw_running(axes, spans, step.end, _TOOL if pid == TOOLS.pid else _COLOURS["grade"])
+        counts, starts = busiest(spans, step.end, _BINS), [i * step.end / _BINS for i in range(_BINS)]
+        axes.fill_between(starts, counts, step="post", color=_TOOL if pid == TOOLS.pid else _COLOURS["grade"])
+        axes.set_ylim(bottom=0)
     elif engine_of(pid) is not None:
         _draw_engine(axes, step, pid)
     else:
@@ -114,12 +107,6 @@ def _draw_engine(axes: Any, step: Timeline, pid: int) -> None:
         right.tick_params(labelsize=7)
 
 
-def _draw_running(axes: Any, spans: Sequence[Span], end: float, colour: str) -> None:
-    counts = busiest(spans, 0.0, end, _BINS)
-    axes.fill_between([i * end / _BINS for i in range(_BINS)], counts, step="post", color=colour)
-    axes.set_ylim(bottom=0)
-
-
 def _bars(axes: Any, bars: Sequence[tuple[Span, float, str]], height: float) -> None:
     from matplotlib.collections import PolyCollection  # here, as in `draw`
 
@@ -145,9 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         target: Path = arguments.out or path.with_suffix(".png")
         if target.suffix not in (".png", ".svg"):
             raise ValueError(f"--out {target} must end in .png or .svg")
-        events = read_trace(path)
-        step = timeline(events)
-        step.rows = row_names(events)
+        step = timeline(read_trace(path))
         draw(step, f"{path.stem.replace('_', ' ')}: {bound_sentence(step)}", target)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -22,9 +22,9 @@ from typing import Any
 
 import yaml
 
-from rstar2_megatron.records.trajectory_row import unpack_floats, unpack_ints
+from rstar2_megatron.records.trajectory_row import FLOATS, INTS, unpack
 from rstar2_megatron.records.whole_file import write_text
-from rstar2_megatron.report.page.trees import find_trees, tool_call, tree_groups
+from rstar2_megatron.report.trees import find_trees, tool_call, tree_groups
 
 LEVELS = (1e-3, 1e-2, 1e-1, 1.0)  # of |actor - engine|, darker from each on
 _TEMPLATE = Path(__file__).with_name("trajectory_page.html")
@@ -176,8 +176,8 @@ def shaded_turns(row: Row, tokenizer: Any) -> list[list[tuple[str, int, str]]] |
     """(text, level, difference) pieces of each turn; None when the row has no log-prob differences that fit it."""
     if not row.get("logprob_diff") or not row.get("token_ids"):
         return None
-    ids, spans = unpack_ints(row["token_ids"]), row["generated"]
-    differences = unpack_floats(row["logprob_diff"])
+    ids, spans = unpack(row["token_ids"], INTS), row["generated"]
+    differences = unpack(row["logprob_diff"], FLOATS)
     if len(spans) != len(row["turns"]) or sum(end - start for start, end in spans) != len(differences):
         return None
     values = iter(differences)
@@ -207,7 +207,6 @@ def _pieces(ids: Sequence[int], differences: Sequence[float], tokenizer: Any) ->
 
 
 def render(page: Page, title: str) -> str:
-    """The page as HTML."""
     shown = sum(len(group["trajectories"]) for group in page.groups)
     about = f"{len(page.groups)} groups, {shown} of {page.num_rows} trajectories"
     about = "; ".join([about, *page.messages])

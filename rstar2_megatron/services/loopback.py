@@ -34,7 +34,6 @@ def register() -> None:
                 listener.bind(("127.0.0.1", port))
                 listener.listen(512)
                 kwargs["master_listen_fd"] = listener.detach()
-                port = port or 0
         return make_store(host_name, port, *args, **kwargs)
 
     tcp_store._rstar2_loopback = True  # type: ignore[attr-defined]

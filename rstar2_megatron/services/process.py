@@ -40,12 +40,10 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 def free_ports(count: int) -> list[int]:
     """As many different ports as `free_port` gives on loopback."""
-    ports: list[int] = []
+    ports: set[int] = set()
     while len(ports) < count:
-        port = free_port()
-        if port not in ports:
-            ports.append(port)
-    return ports
+        ports.add(free_port())
+    return list(ports)
 
 
 def _is_free(host: str, port: int) -> bool:

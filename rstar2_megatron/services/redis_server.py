@@ -6,7 +6,6 @@ process dies without `stop()`, the kernel ends the server, and the next start re
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -85,8 +84,6 @@ class RedisServer:
 
     def restart(self) -> None:
         """Start again on the same port and data (after a crash)."""
-        if self.directory is None:
-            raise RedisUnavailable("restart() before start()")
         self._end()
         self._launch(find_redis_server())
 
@@ -96,14 +93,13 @@ class RedisServer:
         command = [binary, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.directory)]
         command += ["--appendonly", "yes", "--appendfsync", "everysec", "--save", "", "--logfile", str(log)]
         command += ["--maxclients", "4000", "--tcp-backlog", "511", "--daemonize", "no"]
-        with open(os.devnull, "rb") as nothing:
-            self.process = subprocess.Popen(
-                command,
-                stdin=nothing,
-                stdout=subprocess.DEVNULL,
-                preexec_fn=die_with_parent,
-                start_new_session=True,  # a Ctrl-C at the terminal must not end it before those that use it
-            )
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            preexec_fn=die_with_parent,
+            start_new_session=True,  # a Ctrl-C at the terminal must not end it before those that use it
+        )
         deadline = time.monotonic() + _START_TIMEOUT_S
         with redis.Redis(port=self.port, socket_timeout=2.0, socket_connect_timeout=2.0) as client:
             while True:

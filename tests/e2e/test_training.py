@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from rstar2_megatron.evaluation.model_directory import find_run_config, hugging_face_directory
 from rstar2_megatron.records.trace import trace_path
-from rstar2_megatron.records.trajectory_row import unpack_floats
+from rstar2_megatron.records.trajectory_row import FLOATS, unpack
 from rstar2_megatron.report.names import TO_VERL
 from rstar2_megatron.report.step_bound import row_names, shares_of, timeline
 from rstar2_megatron.report.trajectories import main as report_trajectories
@@ -145,7 +145,7 @@ def test_trajectories_of_a_run_become_a_page(first_run: Path, tmp_path: Path) ->
     scored = [row for row in rows if "logprob_diff" in row]
     assert scored
     for row in scored:
-        differences = unpack_floats(row["logprob_diff"])
+        differences = unpack(row["logprob_diff"], FLOATS)
         assert len(differences) == row["trained_tokens"] and max(map(abs, differences)) < 1e-3
     for step in (1, 2):
         metrics = read_jsonl(first_run / "metrics.jsonl")[step - 1]

@@ -95,7 +95,7 @@ def test_a_killed_step_says_how_far_it_came() -> None:
 
 def test_running_spans_are_counted_by_time() -> None:
     spans = [Span(5, 1, "a", 0.0, 2.0), Span(5, 2, "b", 1.0, 1.5)]
-    assert busiest(spans, 0.0, 4.0, 4) == pytest.approx([1.0, 1.5, 0.0, 0.0])
+    assert busiest(spans, 4.0, 4) == pytest.approx([1.0, 1.5, 0.0, 0.0])
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])

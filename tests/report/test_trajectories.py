@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from rstar2_megatron.algorithm.roc import Rejection, ResampleResult, resample_on_correct
 from rstar2_megatron.records.jsonl_file import JsonlFile
 from rstar2_megatron.records.samples import choose_shown, group_rows
-from rstar2_megatron.records.trajectory_row import pack_floats, pack_ints, unpack_floats, unpack_ints
+from rstar2_megatron.records.trajectory_row import FLOATS, INTS, pack, unpack
 from rstar2_megatron.report.trajectories import (
     RowPlace,
     build_page,
@@ -122,10 +122,10 @@ def test_groups_that_are_trained_on_are_shown_first() -> None:
 
 
 def test_packed_lists_come_back() -> None:
-    assert unpack_ints(pack_ints([0, 151_935, 7])) == [0, 151_935, 7]
-    assert unpack_floats(pack_floats([0.5, -1e9, 1e-3])) == [0.5, -65504.0, pytest.approx(1e-3, rel=1e-3)]
+    assert unpack(pack([0, 151_935, 7], INTS), INTS) == [0, 151_935, 7]
+    assert unpack(pack([0.5, -1e9, 1e-3], FLOATS), FLOATS) == [0.5, -65504.0, pytest.approx(1e-3, rel=1e-3)]
     with pytest.raises(ValueError, match="not packed"):
-        unpack_ints("AAAA")
+        unpack("AAAA", INTS)
 
 
 def test_generated_spans() -> None:
@@ -147,7 +147,7 @@ def test_shading_covers_each_turn_exactly(run: Path, model: Path) -> None:
         assert turns is not None
         assert ["".join(text for text, _, _ in pieces) for pieces in turns] == row["turns"]
         assert {level for pieces in turns for _, level, _ in pieces} <= {0, 2, 4}
-    assert shaded_turns(rows[0] | {"logprob_diff": pack_floats([0.0])}, tokenizer) is None
+    assert shaded_turns(rows[0] | {"logprob_diff": pack([0.0], FLOATS)}, tokenizer) is None
 
 
 def test_page_needs_nothing_from_elsewhere(page: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rstar2_megatron.extension.user_code import UserCode
-from rstar2_megatron.report.page.trees import tree_groups
+from rstar2_megatron.report.trees import tree_groups
 from rstar2_megatron.reward.rewards import Rewards
 from rstar2_megatron.search import traces
 from rstar2_megatron.search.__main__ import run

@@ -121,7 +121,10 @@ class JudgeClient:
             return JudgeResult(Outcome.ERROR, "", f"UnicodeEncodeError: {error}\n", 1, 0.0)
         asked: dict[str, Any] = {"time_limit_s": str(self.time_limit_s), **(options or {})}
         if files:
-            asked["files"] = {path: _wire_content(content) for path, content in files.items()}
+            asked["files"] = {
+                path: content if isinstance(content, str) else {"base64": base64.b64encode(content).decode()}
+                for path, content in files.items()
+            }
         if session is not None:
             is_open = self._sessions.setdefault(session, False)
             asked |= {"session": session, "session_must_exist": str(is_open).lower()}
@@ -273,7 +276,3 @@ class JudgeClient:
 
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
-
-
-def _wire_content(content: str | bytes) -> str | dict[str, str]:
-    return content if isinstance(content, str) else {"base64": base64.b64encode(content).decode()}

@@ -87,7 +87,6 @@ class Runner:
         """End processes that live on between calls."""
 
     def _prepare_group(self) -> None:
-        """Give the control group the call's limit and share."""
         if self.group is not None:
             self.group.set_share(CpuShare.NEW)
             self.group.set_limit((self.limits.memory_mb + DISK_MB + 32) * MEGABYTE)
@@ -251,7 +250,7 @@ class CallRunner(Runner):
         self.library = library
 
     def run(self, job: dict[str, Any]) -> dict[str, Any]:
-        limits = self.limits = CallLimits.from_dict(job["limits"])
+        limits = self.limits = CallLimits(**job["limits"])
         self._prepare_group()
         self._make_directory()
         try:

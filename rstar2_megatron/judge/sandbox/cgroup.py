@@ -239,7 +239,6 @@ class GroupTree:
         if version == 2:
             enable("memory", base)
         self.roots = [_make_root(base)]
-        self.slots: list[SlotGroup] = []
         try:
             if version == 2:
                 enable("memory", self.roots[0])
@@ -251,7 +250,7 @@ class GroupTree:
             except OSError as error:
                 self.without_cpu = error
             roots = self.roots[0], cpu if parent else None, self._freezer_root(version)
-            self.slots += [SlotGroup(roots, version, slot, parent) for slot in range(slots)]
+            self.slots = [SlotGroup(roots, version, slot, parent) for slot in range(slots)]
         except OSError:
             self.remove()
             raise

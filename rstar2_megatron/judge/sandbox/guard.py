@@ -13,7 +13,6 @@ import ctypes
 import errno
 import os
 import select
-import signal
 import socket
 import struct
 from typing import NoReturn
@@ -22,7 +21,6 @@ from rstar2_megatron.judge.limits import PROCESSES
 from rstar2_megatron.judge.sandbox import linux, seccomp
 from rstar2_megatron.judge.sandbox.isolation import IsolationLayers
 from rstar2_megatron.judge.sandbox.process_tree import family, parent_of
-from rstar2_megatron.services.parent_death import die_with_parent
 
 # The kernel's seccomp_notif (id, process, flags; number, architecture, instruction, six arguments) and seccomp_notif_resp (id,
 # result, error, flags), and the ioctls that read the one and write the other.
@@ -35,16 +33,7 @@ def start(layers: IsolationLayers) -> int:
     if layers.active & {"pid_namespace", "own_uid"}:
         return 0
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    pid = os.fork()
-    if pid == 0:
-        try:
-            die_with_parent(signal.SIGKILL)
-            linux.close_all_but({theirs.fileno()})
-            _serve(theirs)
-        except BaseException as error:
-            os.write(2, f"judge guard: {error!r}\n".encode())
-        finally:
-            os._exit(1)
+    pid = linux.start_process("guard", lambda: _serve(theirs))
     theirs.close()
     layers.guard = [ours.detach()]
     return pid
@@ -60,6 +49,7 @@ def stand_under(layers: IsolationLayers) -> None:
 
 
 def _serve(channel: socket.socket) -> NoReturn:
+    linux.close_all_but({channel.fileno()})
     names: dict[int, str] = {}
     parents: dict[int, int] = {}  # listener -> call parent
     poller = select.poll()

@@ -183,10 +183,14 @@ def _refuse_a_chroot() -> None:
         raise OSError("the judge runs in a chroot: start it outside of that, or in a container")
 
 
+def package_directories() -> list[str]:
+    """Where `sys.path` finds installed packages."""
+    return [place for place in sys.path if place.endswith(("site-packages", "dist-packages"))]
+
+
 def _interpreter_directories() -> list[Path]:
     """Directories of the interpreter and its packages outside the system directories, by each name that they have."""
-    packages = [entry for entry in sys.path if entry.endswith(("site-packages", "dist-packages"))]
-    named = [Path(name) for name in (sys.base_prefix, sys.prefix, *packages)]
+    named = [Path(name) for name in (sys.base_prefix, sys.prefix, *package_directories())]
     kept: list[Path] = []
     for path in sorted({*named, *(path.resolve() for path in named)}, key=lambda path: len(path.parts)):
         inside = any(path == other or other in path.parents for other in [Path("/usr"), *kept])

@@ -6,6 +6,7 @@ the call's name.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
@@ -13,6 +14,8 @@ import signal
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+from rstar2_megatron.services.parent_death import die_with_parent
 
 _libc = ctypes.CDLL(None, use_errno=True)
 prctl, system_call, flush_c_streams = _libc.prctl, _libc.syscall, _libc.fflush
@@ -115,6 +118,24 @@ def fork() -> int:
     Only for single-threaded processes whose child reseeds its random generators itself.
     """
     return _check(_python_libc.fork(), "fork")
+
+
+def start_process(name: str, work: Callable[[], object]) -> int:
+    """Fork one of the service's own processes: it does `work`, and ends with this one. Returns its id.
+
+    What `work` raises is told on standard error.
+    """
+    pid = os.fork()
+    if pid == 0:
+        try:
+            die_with_parent(signal.SIGKILL)
+            work()
+        except BaseException as error:
+            with contextlib.suppress(BaseException):
+                os.write(2, f"judge {name}: {error!r}\n".encode())
+        finally:
+            os._exit(1)
+    return pid
 
 
 _init_stack = (ctypes.c_char * 4096)()

@@ -21,7 +21,6 @@ import _thread
 import builtins
 import contextlib
 import gc
-import json
 import os
 import select
 import signal
@@ -62,20 +61,19 @@ class Forker:
 
         It keeps only `descriptors`, which are closed here, and those of its control group.
         """
-        pid = os.fork()
-        if pid:
-            self.slots[pid] = slot
-            for fd in descriptors:
-                os.close(fd)
-            return
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        die_with_parent(signal.SIGKILL)
-        group = self.groups[slot]
-        # Each call would copy and close the descriptors of all control groups, three for each slot and session: with
-        # thousands of them that would be most of a call's cost.
-        linux.close_all_but({*descriptors, *self.layers.guard, *(group.descriptors if group else ())})
-        serve(slot, *descriptors)
+
+        def work() -> NoReturn:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            group = self.groups[slot]
+            # Each call would copy and close the descriptors of all control groups, three for each slot and session: with
+            # thousands of them that would be most of a call's cost.
+            linux.close_all_but({*descriptors, *self.layers.guard, *(group.descriptors if group else ())})
+            serve(slot, *descriptors)
+
+        self.slots[linux.start_process("zygote", work)] = slot
+        for fd in descriptors:
+            os.close(fd)
 
     def loop(self, control: socket.socket, on_control: Callable[[], None]) -> NoReturn:
         """Serve `control` and reap dead children, for ever."""
@@ -172,12 +170,13 @@ class Zygote(Forker):
         self.control = control
         self.started: dict[int, float] = {}  # time of the last start of each slot
         self.library, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.library_pid = os.fork()
-        if self.library_pid == 0:
-            die_with_parent(signal.SIGKILL)
+
+        def serve_libraries() -> NoReturn:
             control.close()
             self.library.close()
             LibraryZygote(self.layers, self.groups, self.num_slots, self.scratch).serve(theirs)
+
+        self.library_pid = linux.start_process("zygote", serve_libraries)
         theirs.close()
         make_forks_cheap()
         if not self.library.recv(16):
@@ -205,9 +204,7 @@ class Zygote(Forker):
     def _serve(self, slot: int, worker: int, *library: int) -> NoReturn:
         """In the slot's process: start its call parent, and serve."""
         small, its_end = make_connection()
-        if os.fork() == 0:
-            die_with_parent(signal.SIGKILL)
-            self._serve_calls(slot, *its_end)
+        linux.start_process("zygote", lambda: self._serve_calls(slot, *its_end))
         for fd in its_end:
             os.close(fd)
         # Its last namespace's first process may outlive it, with its end of the connection.
@@ -223,8 +220,8 @@ class Zygote(Forker):
 
     def _hand_out(self, slot: int, worker: socket.socket, *library: int) -> None:
         """Give the worker its end of a slot, and the library zygote its descriptors."""
-        socket.send_fds(self.library, [LENGTH.pack(slot)], library)
-        socket.send_fds(self.control, [json.dumps({"slot": slot}).encode().ljust(64)], [worker.fileno()])
+        for sock, fds in ((self.library, library), (self.control, (worker.fileno(),))):
+            socket.send_fds(sock, [LENGTH.pack(slot)], fds)
         worker.close()
         for fd in library:
             os.close(fd)
@@ -253,8 +250,8 @@ def import_standard_library() -> None:
 
 def hide_other_packages() -> None:
     """Make the libraries the only packages that programs find."""
-    for place in sys.path:
-        if place.endswith(("site-packages", "dist-packages")) and os.path.isdir(place):
+    for place in isolation.package_directories():
+        if os.path.isdir(place):
             sys.path_importer_cache[place] = OnlyLibraries(sys.path_hooks[-1](place))  # type: ignore[assignment]
 
 
@@ -285,8 +282,11 @@ def _make_groups(layers: IsolationLayers, count: int, most: int) -> GroupTree | 
     return tree
 
 
-def launch(control_fd: int, slots: int, sessions: int) -> int:
-    """Run the launcher until the zygote has ended and the control groups are removed. Returns the zygote's exit code."""
+def launch(control_fd: int, slots: int, sessions: int, scratch: str) -> int:
+    """Run the launcher until the zygote has ended, and remove the control groups and `scratch`. Returns the zygote's exit code.
+
+    `scratch` holds the calls' directories where there is no private tmpfs.
+    """
     die_with_parent(signal.SIGTERM)
     # What who started the judge ignores (nohup: SIGHUP; RLinf's driver: SIGUSR1), a program would ignore too.
     for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:  # Python's own
@@ -295,49 +295,28 @@ def launch(control_fd: int, slots: int, sessions: int) -> int:
     os.environ.clear()
     os.environ.update(isolation.ENVIRONMENT)
     os.environ["PATH"] = f"{isolation.COMMANDS}:{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
-    packages = [place for place in sys.path if place.endswith(("site-packages", "dist-packages"))]
+    packages = isolation.package_directories()
     os.environ["PYTHONPATH"] = ":".join([isolation.COMMANDS, *packages])  # children inherit -S, so do not look there themselves
-    kept = (sys.prefix, sys.base_prefix)
-    sys.path[:] = [isolation.CALL_DIRECTORY] + [  # the first takes the place of the project's directory
-        p for p in sys.path if p.startswith(kept) or p.endswith(("site-packages", "dist-packages"))
-    ]
+    kept = [place for place in sys.path if place in packages or place.startswith((sys.prefix, sys.base_prefix))]
+    sys.path[:] = [isolation.CALL_DIRECTORY, *kept]  # the first takes the place of the project's directory
     linux.raise_open_files()
     layers = IsolationLayers()
     tree = _make_groups(layers, slots + sessions, min(100, max(1, slots * 3 // 16)))
     isolation.enter_namespaces(layers)
     isolation.choose_uids(layers, slots + sessions)
     guard_pid = guard.start(layers)
-    scratch_reader, scratch_writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            die_with_parent(signal.SIGKILL)
-            os.close(scratch_writer)
-            scratch = os.read(scratch_reader, 4096).decode()
-            os.close(scratch_reader)
-            isolation.build_private_root(layers)
-            isolation.choose_remaining_layers(layers)
-            isolation.raise_inherited_layers(layers)
-            hide_other_packages()
-            import_standard_library()
-            groups = [None] * (slots + sessions) if tree is None else tree.slots
-            Zygote(layers, groups, slots, scratch).serve(socket.socket(fileno=control_fd))
-        except BaseException as error:
-            with contextlib.suppress(BaseException):
-                os.write(2, f"judge zygote: {error!r}\n".encode())
-            os._exit(1)
+
+    def serve() -> NoReturn:
+        isolation.build_private_root(layers)
+        isolation.choose_remaining_layers(layers)
+        isolation.raise_inherited_layers(layers)
+        hide_other_packages()
+        import_standard_library()
+        groups = [None] * (slots + sessions) if tree is None else tree.slots
+        Zygote(layers, groups, slots, scratch).serve(socket.socket(fileno=control_fd))
+
+    child = linux.start_process("zygote", serve)
     os.close(control_fd)
-    os.close(scratch_reader)
-    # No call inherits from this process any more, so it may import freely.
-    import shutil
-
-    from rstar2_megatron.services.owned_directory import make_owned_directory
-
-    scratch = str(make_owned_directory("rstar2-judge-", "/tmp"))  # this process has the environment of a call
-    os.chmod(scratch, 0o711)
-    os.write(scratch_writer, scratch.encode())
-    os.close(scratch_writer)
-
     zygote = os.pidfd_open(child)  # a signal may come when the zygote has ended and its id is another's
 
     def stop(*_: object) -> None:
@@ -352,11 +331,13 @@ def launch(control_fd: int, slots: int, sessions: int) -> int:
         _, status = os.waitpid(child, 0)
     if tree is not None:
         tree.remove()
+    import shutil  # here: no call inherits from this process any more
+
     shutil.rmtree(scratch, ignore_errors=True)
     return abs(os.waitstatus_to_exitcode(status))
 
 
 if __name__ == "__main__":
-    sys.prefix = sys.exec_prefix = sys.argv[4]
-    sys.path[:] = sys.argv[5:]
-    raise SystemExit(launch(*map(int, sys.argv[1:4])))
+    control_fd, slots, sessions, scratch, sys.prefix, *places = sys.argv[1:]
+    sys.exec_prefix, sys.path[:] = sys.prefix, places
+    raise SystemExit(launch(int(control_fd), int(slots), int(sessions), scratch))

@@ -156,7 +156,6 @@ class JudgeServer:
         }
 
     async def metrics(self) -> Response:
-        """Prometheus text."""
         for outcome, count in self.broker.outcomes.items():
             self.calls.labels(outcome).inc(count)
         self.broker.outcomes.clear()

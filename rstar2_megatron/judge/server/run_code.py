@@ -42,7 +42,6 @@ def submission_of(body: Any) -> Submission:
 
 
 def answer_of(fields: dict[str, Any]) -> dict[str, Any]:
-    """The response of a result's fields."""
     result = JudgeResult.from_wire(fields)
     answer: dict[str, Any] = {"message": "", "compile_result": None, "run_result": None, "executor_pod_name": None, "files": {}}
     if result.is_infrastructure or result.outcome is Outcome.INVALID_INPUT:

@@ -40,14 +40,6 @@ class _Session:
     answers: deque[tuple[str, bytes]] = field(default_factory=lambda: deque(maxlen=_KEPT_ANSWERS))
 
 
-@dataclass
-class _CallOrder:
-    """Runs the calls of one session one after another, in the order of their arrival."""
-
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    waiting: int = 0
-
-
 class Sessions:
     """Opens, finds and ends the sessions of a worker."""
 
@@ -57,7 +49,8 @@ class Sessions:
         self.pool = pool
         self.time_to_live_s = time_to_live_s
         self._open: dict[str, _Session] = {}
-        self._turns: dict[str, _CallOrder] = {}
+        self._locks: dict[str, asyncio.Lock] = {}  # of sessions with calls, which get them in the order of their arrival
+        self._calls: Counter[str] = Counter()  # calls of a session that run or wait for their turn
         self._waited: dict[str, int] = {}
 
     def __len__(self) -> int:
@@ -69,24 +62,23 @@ class Sessions:
     @property
     def names(self) -> list[str]:
         """Open sessions, and sessions that a call is about to open."""
-        return list({**self._open, **self._turns})
+        return list({**self._open, **self._locks})
 
     def is_busy(self, name: str) -> bool:
         """Whether a call of this session is running or waiting for its turn."""
-        return name in self._turns
+        return name in self._locks
 
     @contextlib.asynccontextmanager
     async def turn(self, name: str) -> AsyncIterator[None]:
         """Wait until the earlier calls of this session have ended."""
-        turns = self._turns.setdefault(name, _CallOrder())
-        turns.waiting += 1
+        self._calls[name] += 1
         try:
-            async with turns.lock:
+            async with self._locks.setdefault(name, asyncio.Lock()):
                 yield
         finally:
-            turns.waiting -= 1
-            if not turns.waiting:
-                self._turns.pop(name, None)
+            self._calls[name] -= 1
+            if not self._calls[name]:
+                del self._calls[name], self._locks[name]
 
     async def run(self, call: Call, on_demotion: Callable[[], None]) -> bytes:
         """Run a cell in its turn. Returns the result (JSON).

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from rstar2_megatron.judge.limits import LEVELS
 from rstar2_megatron.judge.sandbox import isolation
 from rstar2_megatron.judge.sandbox.call import LENGTH, receive_message
 from rstar2_megatron.judge.scheduling import FreeList
+from rstar2_megatron.services.owned_directory import make_owned_directory
+from rstar2_megatron.services.process import PROJECT
 
 log = logging.getLogger(__name__)
 _REMEDIES = {
@@ -24,11 +24,6 @@ _REMEDIES = {
     "full": "Run as root with control groups, or ask for --require-isolation partial",
 }
 _SESSION_START_S = 10.0
-_PROJECT = Path(__file__).resolve().parents[3]
-
-
-class IsolationMissing(RuntimeError):
-    """The machine does not support the isolation that was asked for."""
 
 
 class SlotDied(Exception):
@@ -36,7 +31,7 @@ class SlotDied(Exception):
 
 
 class SandboxFailed(RuntimeError):
-    """The sandbox processes did not start."""
+    """The sandbox processes did not start, or the machine does not support the isolation that was asked for."""
 
 
 class Slot:
@@ -93,13 +88,14 @@ class SlotPool:
     async def start(self, timeout_s: float = 60.0) -> None:
         """Start the sandbox and wait for its first slot. Raises SandboxFailed."""
         ours, theirs = socket.socketpair()
+        scratch = make_owned_directory("rstar2-judge-", "/tmp")  # the launcher removes it
+        scratch.chmod(0o711)
         self._process = subprocess.Popen(
             # Without `site`: every call would copy the modules that it imports. The paths that it would find are passed.
             [sys.executable, "-S", "-m", "rstar2_megatron.judge.sandbox.zygote"]
-            + [str(n) for n in (theirs.fileno(), self.count, self.sessions)]
-            + [sys.prefix, *sys.path],
+            + [str(part) for part in (theirs.fileno(), self.count, self.sessions, scratch, sys.prefix, *sys.path)],
             pass_fds=[theirs.fileno()],
-            cwd=_PROJECT,
+            cwd=PROJECT,
             env=isolation.ENVIRONMENT,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
@@ -120,7 +116,7 @@ class SlotPool:
             ) from None
 
     async def check_isolation(self, required: str) -> None:
-        """Log what is missing. Raises IsolationMissing, and ends the sandbox, below the level `required`."""
+        """Log what is missing. Raises SandboxFailed, and ends the sandbox, below the level `required`."""
         found = self.description["isolation"]
         log.info("isolation %s: %s", found["level"], ", ".join(found["active"]))
         for layer, why in found["missing"].items():
@@ -128,21 +124,21 @@ class SlotPool:
         if LEVELS.index(found["level"]) < LEVELS.index(required):
             await self.stop()
             missing = "; ".join(f"{layer}: {why}" for layer, why in found["missing"].items())
-            raise IsolationMissing(
+            raise SandboxFailed(
                 f"isolation {required!r} is required, this machine gives {found['level']!r} ({missing}). {_REMEDIES[required]}"
             )
 
     def _on_control(self) -> None:
         assert self._control is not None
         try:
-            message, fds, _, _ = socket.recv_fds(self._control, 64, 8)
+            message, fds, _, _ = socket.recv_fds(self._control, LENGTH.size, 1)
         except BlockingIOError:
             return
         if not message:
             asyncio.get_running_loop().remove_reader(self._control.fileno())
             log.error("the sandbox has ended")
             return
-        task = asyncio.ensure_future(self._adopt(json.loads(message)["slot"], fds[0]))
+        task = asyncio.ensure_future(self._adopt(*LENGTH.unpack(message), *fds))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -19,7 +19,7 @@ import orjson
 from redis.exceptions import RedisError
 
 from rstar2_megatron.judge import libraries
-from rstar2_megatron.judge.limits import CallLimits, default_permits
+from rstar2_megatron.judge.limits import CallLimits
 from rstar2_megatron.judge.outcome import Outcome, make_result
 from rstar2_megatron.judge.queue import HEARTBEAT_S, JobQueue, LeasedJob, cancel_and_wait, until_redis_answers
 from rstar2_megatron.judge.scheduling import ROUND_TRIP_S, FreeList, Permit, PrefetchedJobs
@@ -38,18 +38,18 @@ class Worker:
         queue: JobQueue,
         *,
         slots: int,
+        permits: int,
         sessions: int = 0,
         session_ttl_s: float = 900.0,
         require_isolation: str = "partial",
-        permits: int | None = None,
         name: str | None = None,
     ) -> None:
-        """`permits` bounds the calls that neither sleep nor have used their slice of CPU (default_permits)."""
+        """`permits` bounds the calls that neither sleep nor have used their slice of CPU."""
         self.queue = queue
         self.name = name or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         self.pool = SlotPool(slots, sessions)
-        self.num_permits = default_permits() if permits is None else permits
-        self.permits = FreeList([None] * self.num_permits)
+        self.num_permits = permits
+        self.permits = FreeList([None] * permits)
         self.sessions = Sessions(self.pool, session_ttl_s)
         self.require_isolation = require_isolation
         self.libraries = libraries.versions()
@@ -65,7 +65,7 @@ class Worker:
         self._idle = asyncio.Event()  # slots are free and the queue was empty
 
     async def start(self) -> None:
-        """Start the sandbox and check its isolation. Raises SandboxFailed, IsolationMissing."""
+        """Start the sandbox and check its isolation. Raises SandboxFailed."""
         await self.pool.start()
         await self.pool.check_isolation(self.require_isolation)
         await until_redis_answers("heartbeat", self._heartbeat)
@@ -198,7 +198,7 @@ class Worker:
         request = orjson.loads(job.payload)
         request["queue_seconds"] = max(0.0, time.time() - request.pop("queued_at"))
         request["worker"] = self.name
-        deadline_s = CallLimits.from_dict(request["limits"]).longest_s(request["type"]) + _GRACE_S
+        deadline_s = CallLimits(**request["limits"]).longest_s(request["type"]) + _GRACE_S
         call = Call(job.key, request, orjson.dumps(request), deadline_s)
         if "session" in request:
             answer = await self._run_in_session(call, slot, permit)
@@ -233,14 +233,13 @@ class Worker:
         """Run a cell. It occupies `slot` without using its process: the session has a process of its own."""
         request = call.request
         name = request["session"]
-        held: Slot | None = slot
-        if self.sessions.is_busy(name):  # it waits for its turn without a slot or permit
+        waits = self.sessions.is_busy(name)
+        if waits:  # for its turn, without a slot or permit
             self.pool.free.put(slot)
             permit.release()
-            held = None
         async with self.sessions.turn(name):
-            if held is None:
-                held = await self.pool.free.get()
+            if waits:
+                slot = await self.pool.free.get()
                 await self.permits.get()
                 permit = Permit(self.permits)
             try:
@@ -256,7 +255,7 @@ class Worker:
                             return self._failed(request, Outcome.SESSION_LOST, f"session {name} died")
                 return self._failed(request, Outcome.INTERNAL_ERROR, f"session {name} does not start")
             finally:
-                self.pool.free.put(held)
+                self.pool.free.put(slot)
                 permit.release()
                 if name not in self.sessions:
                     await self._forget_sessions([name])
@@ -283,8 +282,10 @@ class Worker:
             if not self.pool.alive and not self.stopping.is_set():
                 log.error("the sandbox is gone: this worker ends")
                 self.stopping.set()
-                await self.queue.retire(self.name)
-                os._exit(70)
+                try:
+                    await self.queue.retire(self.name)
+                finally:  # also where Redis is away
+                    os._exit(70)
 
     async def _heartbeat(self) -> None:
         sessions = {*self.sessions.names, *self._opening_sessions}

@@ -23,7 +23,7 @@ from tests.judge.conftest import Run
 SLOT = """
 import asyncio, json, psutil, sys
 from rstar2_megatron.judge.limits import CallLimits
-from rstar2_megatron.judge.worker.slots import IsolationMissing, SlotPool
+from rstar2_megatron.judge.worker.slots import SandboxFailed, SlotPool
 
 async def main():
     pool, told = SlotPool(1), {"results": [], "processes": [], "is_full": True}
@@ -38,7 +38,7 @@ async def main():
     told |= pool.description["isolation"]
     try:
         await pool.check_isolation("full")
-    except IsolationMissing as error:
+    except SandboxFailed as error:
         told["is_full"] = str(error)
     await pool.stop()
     print(json.dumps(told))

@@ -1,1 +1,0 @@
-"""Contents of the trajectory page, a file a kind of row."""
