@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -64,7 +63,6 @@ class EngineClient(SupervisedEngine):
         super().__init__(settings, arguments, name=name, log_path=log_path)
         self.weight_version = 0
         self._keep_weights_bytes = keep_weights_bytes
-        self._request_ids = itertools.count(1)
         self._on_tokens: dict[str, TokensCallback] = {}  # by id of the running request
         self._owned: dict[object, str] = {}  # request ids of running requests by owner
         self._kept: list[WeightBucket] = []  # buckets of the current weights, for a restart
@@ -153,25 +151,20 @@ class EngineClient(SupervisedEngine):
         Raises EngineError when SGLang refuses the request, for example because it is too long, and when the engine is not
         `wait_until_ready`.
         """
-        child = self._alive_child()
         if self._changes:
             raise EngineError(f"{self.name} starts or changes its weights: await wait_until_ready first")
         if self._released:
             raise EngineError(f"{self.name} has released its memory {sorted(self._released)}: resume_memory first")
         if self._missing_weights:
             raise EngineLost(f"{self.name} has no current weights: call update_weights first")
-        # fixed width: SGLang aborts every request whose id starts with the given one
-        rid = f"{next(self._request_ids):016x}"
+        rid = self._new_request_id()
         if on_tokens is not None:
             self._on_tokens[rid] = on_tokens
         if owner is not None:
             self._owned[owner] = rid
         self._generating += 1
         try:
-            result = await child.call("generate", {"input_ids": input_ids, "sampling": sampling, "rid": rid}, timeout_s)
-        except (GenerationTimeout, asyncio.CancelledError):
-            child.post("abort", {"rid": rid})
-            raise
+            result = await self._ask("generate", {"input_ids": input_ids, "sampling": sampling, "rid": rid}, timeout_s)
         finally:
             self._generating -= 1
             self._on_tokens.pop(rid, None)
