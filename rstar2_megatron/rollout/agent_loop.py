@@ -67,7 +67,7 @@ class AgentLoop:
 
     `max_context_tokens` bounds prompt and response together (runner.seq_length). `timeout_s` is the deadline of one
     trajectory with all its turns and tool calls. With `seed` every request has a seed (`engine.seeds`). `stats` collects
-    counters and may be replaced at any time.
+    counters.
     """
 
     engine: EngineClient

@@ -120,11 +120,10 @@ class StatsByStep:
         return steps
 
     def _growth(self, sums: Mapping[int, Mapping[str, float]]) -> dict[int, dict[str, float]]:
-        growth = {}
-        for engine, now in sums.items():
-            before = self._before.get(engine, {})
-            growth[engine] = {name: value - before.get(name, 0.0) for name, value in now.items()}
-        return growth
+        return {
+            engine: {name: value - self._before.get(engine, {}).get(name, 0.0) for name, value in now.items()}
+            for engine, now in sums.items()
+        }
 
 
 def combine(workers: Sequence[Mapping[str, float]], seconds: float) -> dict[str, float]:

@@ -130,7 +130,7 @@ class TrajectoryRunner:
             [key for key, preemption in self._preemptions.items() if preemption.at_tool],
         )
         self._evictions_seen = stats.retractions
-        for key in self.scheduler.preempt():
+        for key in self.scheduler.budget.preempt():
             assert isinstance(key, tuple)
             task = asyncio.create_task(self.loop.preempt(self._preemptions[key]))
             self._preempting.add(task)

@@ -83,7 +83,7 @@ class Expander:
                 raise EngineLost(self.loop.engine_gone)
             if self._is_result(done, len(before)):
                 if done.finish_reason is not None:
-                    await self.values.grade(problem, done)
+                    await self.values.rewards.grade([(problem, done)])  # sets reward and answer
                 if done.finish_reason is None or done.usable:  # else a reward function of the user failed
                     return step_of(done, tokens, calls)
             log.warning("candidate %s.%d of %s: %s", tag, index, problem.query_id, done.error)

@@ -43,7 +43,6 @@ MEMORY_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache")
 class EngineClient(SupervisedEngine):
     """Generation, weights and memory of one engine. All methods belong to one event loop.
 
-    `name` appears in messages. `log_path` receives the engine's output (default: a temporary file).
     `keep_weights_bytes` bounds the copy of the last weights that is kept for a restart. `memory_saver` lets a GPU engine
     release its memory (`release_memory`), which a collocated actor needs.
     """
@@ -76,21 +75,18 @@ class EngineClient(SupervisedEngine):
         self._all_arrived.set()
 
     async def start(self) -> None:
-        """Start the process and wait until it serves. Raises EngineLost with the end of the process's log."""
         self._released.clear()  # a fresh engine has all its memory
         await super().start()
 
     async def close(self) -> None:
-        """End the engine and everything it started. Safe to call twice."""
         await super().close()
         self._forget_kept()
 
     async def recover(self, *, with_weights: bool = True) -> None:
-        """Restart a lost engine with the current weights. Returns at once when the engine is not lost.
+        """`SupervisedEngine.recover` with the current weights.
 
-        Concurrent callers share one restart. Raises EngineLost after `rollout.max_engine_restarts` restarts since the last
-        weight update. With `with_weights`, also raises EngineLost when no host copy of the current weights was kept;
-        `update_weights` must then run before generation.
+        With `with_weights`, also raises EngineLost when no host copy of the current weights was kept; `update_weights` must
+        then run before generation.
         """
         await super().recover()
         await self._all_arrived.wait()  # of an update that will load the restarted engine

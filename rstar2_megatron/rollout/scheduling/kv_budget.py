@@ -137,7 +137,7 @@ class KVBudget:
         self._uncounted = max(0, engine_tokens - self.used_tokens)
 
     def preempt(self) -> list[Hashable]:
-        """Trajectories to park after a report. Each one is named once, and is admitted again after `release`.
+        """Trajectories to park after a report. Each one is named once, and is admitted again after `release` (`requeue`).
 
         Base policies never preempt.
         """

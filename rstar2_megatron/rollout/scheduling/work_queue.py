@@ -64,24 +64,20 @@ class WorkQueue:
         self._groups: dict[int, _Pending] = {}
         self._pending: list[int] = []  # groups with rollouts to hand out, in order of arrival
         self._owner: dict[int, int] = {}  # static: the group's engine
-        self._left = 0
+        self.left = 0
+        """Number of rollouts that no engine has taken."""
         self._lengths = GroupLengths()
         self._held = [0] * num_engines  # unfinished rollouts of each engine
         self._loads = [0.0] * num_engines  # expected remaining seconds of these rollouts, summed
         self._loads_at = float("-inf")
         self._alive = list(range(num_engines))
 
-    @property
-    def left(self) -> int:
-        """Number of rollouts that no engine has taken."""
-        return self._left
-
     def add(self, groups: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Add groups, as (group, rollout indices)."""
         for position, (group, indices) in enumerate(groups):
             self._groups[group] = _Pending(group, list(indices), len(indices))
             self._pending.append(group)
-            self._left += len(indices)
+            self.left += len(indices)
             self._owner[group] = self._alive[position * len(self._alive) // len(groups)]
 
     def forget(self, group: int) -> None:
@@ -110,7 +106,7 @@ class WorkQueue:
         chosen.given[engine] += len(taken)
         chosen.running |= dict.fromkeys(taken, (engine, now))
         chosen.since += len(taken) * now
-        self._left -= len(taken)
+        self.left -= len(taken)
         self._held[engine] += len(taken)
         self._loads[engine] += len(taken) * self._lengths.expected(chosen.group)
         if not chosen.indices:
@@ -130,7 +126,7 @@ class WorkQueue:
         if not pending.indices:
             self._pending.append(group)
         pending.indices.append(index)
-        self._left += 1
+        self.left += 1
 
     def lose_engine(self, engine: int) -> None:
         """Remove an engine and divide its static share among the others. At least one engine must remain."""
@@ -176,7 +172,7 @@ class WorkQueue:
             return False
         if not self._lengths.known:
             return self._held[engine] > sum(self._held) / len(self._alive) + self.slice_size
-        if self._left >= sum(self._held):
+        if self.left >= sum(self._held):
             return False
         if now - self._loads_at >= _LOADS_S:
             self._update_loads(now)
@@ -195,4 +191,4 @@ class WorkQueue:
         """Size of the next slice: smaller towards the end, so that the last slices balance the engines."""
         if self.endless:
             return self.slice_size
-        return max(1, min(self.slice_size, self._left // (2 * self.num_engines)))
+        return max(1, min(self.slice_size, self.left // (2 * self.num_engines)))
