@@ -125,21 +125,16 @@ def differ(first: str, second: str, least: int) -> bool:
     here, there = Counter(first), Counter(second)
     if max((here - there).total(), (there - here).total()) >= least:
         return True  # every edit changes the counts of letters by at most one on each side
-    return _distance_below(first, second, least) is None
-
-
-def _distance_below(first: str, second: str, limit: int) -> int | None:
-    """The Levenshtein distance when it is below `limit`, else None: only cells near the diagonal are computed."""
-    row = {j: j for j in range(min(limit, len(second) + 1))}
+    # Only cells near the diagonal can be below `least`.
+    row = {j: j for j in range(min(least, len(second) + 1))}
     for i, letter in enumerate(first, 1):
         above, row = row, {}
-        for j in range(max(0, i - limit + 1), min(len(second), i + limit - 1) + 1):
+        for j in range(max(0, i - least + 1), min(len(second), i + least - 1) + 1):
             if j == 0:
                 row[j] = i
                 continue
-            change = above.get(j - 1, limit) + (letter != second[j - 1])
-            row[j] = min(change, above.get(j, limit) + 1, row.get(j - 1, limit) + 1)
-        if min(row.values(), default=limit) >= limit:
-            return None
-    distance = row.get(len(second), limit)
-    return distance if distance < limit else None
+            change = above.get(j - 1, least) + (letter != second[j - 1])
+            row[j] = min(change, above.get(j, least) + 1, row.get(j - 1, least) + 1)
+        if min(row.values(), default=least) >= least:
+            return True
+    return row.get(len(second), least) >= least
