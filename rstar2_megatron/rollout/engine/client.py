@@ -70,7 +70,6 @@ class EngineClient(SupervisedEngine):
         self._updates = 0  # begun so far, host copies included; after the first the weights differ from the model's files
         self._released: set[MemoryTag] = set()
         self._generating = 0  # requests in the engine
-        self._updating = False  # by `update_weights`
         self._all_arrived = asyncio.Event()  # every bucket of the update under way, or there is none
         self._all_arrived.set()
 
@@ -166,7 +165,7 @@ class EngineClient(SupervisedEngine):
             self._on_tokens.pop(rid, None)
             self._owned.pop(owner, None)
         answer = msgspec.convert(result, GenerateResult)
-        if self._updating and answer.finish_reason == "abort":
+        if not self._all_arrived.is_set() and answer.finish_reason == "abort":
             answer.finish_reason = INTERRUPTED
         return answer
 
@@ -198,7 +197,6 @@ class EngineClient(SupervisedEngine):
         generated until an update succeeds.
         """
         self._begin_version(version)
-        self._updating = True
         self._all_arrived.clear()
         try:
             with self._changing():
@@ -210,7 +208,6 @@ class EngineClient(SupervisedEngine):
             self._hold(True)
             raise
         finally:
-            self._updating = False
             self._all_arrived.set()
         self._hold(False)
         self._restarts_in_a_row = 0
