@@ -148,15 +148,12 @@ class TrajectoryRunner:
             self._no_more = True
         elif not self.loop.parking:
             for one in work:
-                self._enqueue(one)
+                prompt_tokens = self._prompt_tokens(one)
+                self.scheduler.add([self._admission(one, index, prompt_tokens) for index in one.indices])
         else:  # too late: the phase is ending; carried trajectories stay carried
             for one in work:
                 for trajectory in one.parked.values():
                     await self._hand_back(one, trajectory)
-
-    def _enqueue(self, work: Slice) -> None:
-        prompt_tokens = self._prompt_tokens(work)
-        self.scheduler.add([self._admission(work, index, prompt_tokens) for index in work.indices])
 
     def _prompt_tokens(self, work: Slice) -> int:
         return len(self.loop.template.prompt_ids(work.problem))
