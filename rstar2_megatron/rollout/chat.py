@@ -293,7 +293,6 @@ class ChatTemplate:
         return f"{self.turns.before_response}{self._defused(text)}{self.turns.after_response}{self.generation_prefix}"
 
     def user_turn_ids(self, text: str) -> list[int]:
-        """Token ids of `user_turn_text`."""
         return self._encode(self.user_turn_text(text))
 
     def tool_response_ids(self, responses: Sequence[str]) -> list[int]:

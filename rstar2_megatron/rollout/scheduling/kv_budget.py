@@ -96,7 +96,6 @@ class KVBudget:
         return True
 
     def set_length(self, key: Hashable, length: int) -> None:
-        """Update a trajectory's length and its reservation."""
         if key in self._away:
             return
         reservation = self._reservations[key]
