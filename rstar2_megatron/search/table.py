@@ -76,7 +76,7 @@ def results(name: str, searched: SearchedSet, equal: Equal, *, by_answers: bool)
     found, tokens = searched.found, searched.tokens
 
     def of(choice: Callable[[Sequence[Solution]], Solution | None]) -> dict[str, float]:
-        return {query_id: _right(choice(leaves)) for query_id, leaves in found.items()}
+        return {q: best.reward if (best := choice(leaves)) else 0.0 for q, leaves in found.items()}
 
     any_right = {q: float(any(s.reward for s in leaves)) for q, leaves in found.items()}
     if attempts := searched.attempts:
@@ -97,10 +97,6 @@ def results(name: str, searched: SearchedSet, equal: Equal, *, by_answers: bool)
         ChoiceScores(f"{name}, value-weighted", of(lambda s: most_valued(s, equal)), tokens, ceiling=by_answers),
         ChoiceScores(f"{name}, any right", any_right, tokens, ceiling=True),
     ]
-
-
-def _right(chosen: Solution | None) -> float:
-    return chosen.reward if chosen is not None else 0.0
 
 
 def paired_difference(first: Mapping[str, float], second: Mapping[str, float]) -> Estimate:
