@@ -27,7 +27,7 @@ from rstar2_megatron.evaluation.configure import configure
 from rstar2_megatron.evaluation.services import SamplingSettings, Services, running_services
 from rstar2_megatron.search.__main__ import guided, parse
 from rstar2_megatron.search.expand import Expander
-from rstar2_megatron.search.session import loop_sampling, seeded
+from rstar2_megatron.search.session import loop_sampling
 from rstar2_megatron.search.solver import Solver
 from rstar2_megatron.search.tree_file import TreeFile
 from rstar2_megatron.search.values import LikelihoodScorer, Values
@@ -62,7 +62,7 @@ async def _measure(problems: Sequence[Problem], sampling: SamplingSettings, sear
     trees = search.trees or 8
     requests = trees * search.candidates
     with tempfile.TemporaryDirectory() as place:
-        wanted = replace(sampling, rollout=seeded(sampling.rollout))
+        wanted = replace(sampling, rollout=sampling.rollout.model_copy(update={"request_seeds": True}))
         async with running_services(wanted, problems, Path(place)) as services:
             await _sample(problems, services, sampling, requests, requests)  # compiles and warms up
             before, tokens = await _sample(problems, services, sampling, requests, 4 * requests)

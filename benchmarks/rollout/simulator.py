@@ -278,7 +278,7 @@ class Engine:
         )
         self.evictions_seen = evictions
         self.next_report = now + _REPORT_S
-        for key in self.scheduler.preempt():
+        for key in self.scheduler.budget.preempt():
             assert isinstance(key, int)
             self._preempt(key)
 

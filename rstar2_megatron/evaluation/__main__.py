@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    out = arguments.out or default_out(arguments.model)
+    out = arguments.out or default_out(arguments.model, "evaluation")
     return exit_code(lambda: run(benchmarks, sampling, out), out)
 
 

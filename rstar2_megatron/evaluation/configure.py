@@ -90,11 +90,11 @@ def read_benchmarks(paths: Sequence[Path], limit: int | None, settings: Settings
     return {path.stem: read_problems([path], settings.data)[:limit] for path in paths}
 
 
-def default_out(model: Path) -> Path:
-    """A directory in the run which contains the model, so that two runs never share a directory of results."""
+def default_out(model: Path, folder: str) -> Path:
+    """A directory in `folder` of the run which contains the model, so that two runs never share a directory of results."""
     path = model.resolve()
     config = find_run_config(path)
-    return Path("evaluations") / path.name if config is None else config.parent / "evaluation" / path.name
+    return Path("evaluations") / path.name if config is None else config.parent / folder / path.name
 
 
 def configure(arguments: argparse.Namespace) -> tuple[Settings, SamplingSettings]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -155,21 +155,16 @@ V = TypeVar("V", bound=Vote)
 
 def answer_classes(votes: Iterable[V], equal: Equal) -> list[list[V]]:
     """Votes whose answers are equal, class by class in the order of their first votes."""
-    classes: list[tuple[str, list[V]]] = []
+    classes: defaultdict[str, list[V]] = defaultdict(list)  # by their first answers
     by_key: dict[object, list[V]] = {}
     for item in votes:
-        if item.answer is None:
+        if (answer := item.answer) is None:
             continue
-        answer = item.answer
-        members = by_key.get(key := answer_key(answer))
-        if members is None:
-            members = next((m for first, m in classes if equal(first, answer)), None)
-            if members is None:
-                members = []
-                classes.append((answer, members))
-            by_key[key] = members
-        members.append(item)
-    return [members for _, members in classes]
+        key = answer_key(answer)
+        if key not in by_key:
+            by_key[key] = classes[next((first for first in classes if equal(first, answer)), answer)]
+        by_key[key].append(item)
+    return list(classes.values())
 
 
 def _can_vote(samples: Sequence[Sample]) -> bool:

@@ -90,8 +90,6 @@ class SamplingSettings:
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What is running."""
-
     engines: list[EngineClient]
     judge: JudgeClient
     template: ChatTemplate

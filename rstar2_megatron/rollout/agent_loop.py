@@ -67,7 +67,7 @@ class AgentLoop:
 
     `max_context_tokens` bounds prompt and response together (runner.seq_length). `timeout_s` is the deadline of one
     trajectory with all its turns and tool calls. With `seed` every request has a seed (`engine.seeds`). `stats` collects
-    counters and may be replaced at any time.
+    counters.
     """
 
     engine: EngineClient
@@ -281,21 +281,21 @@ class Turns:
             await self._within_deadline(self.loop.engine.wait_until_ready, late)  # no yield between this and the request
             if self.parking:
                 raise Parked
-            begun = time.monotonic()
-            stats.enter_engine()
-            try:
-                result = await self.loop.engine.generate(
-                    input_ids, parameters, timeout_s=self._seconds_left(), on_tokens=self.report_progress, owner=self.preemption
-                )
-            except (GenerationTimeout, EngineError) as error:
-                raise Interrupted(str(error)) from error
-            except EngineLost as error:
-                await self._recover(error)
-                stats.engine_retries += 1
-                continue
-            finally:
-                stats.leave_engine()
-                stats.generate_seconds += time.monotonic() - begun
+            with stats.at_engine():
+                try:
+                    result = await self.loop.engine.generate(
+                        input_ids,
+                        parameters,
+                        timeout_s=self._seconds_left(),
+                        on_tokens=self.report_progress,
+                        owner=self.preemption,
+                    )
+                except (GenerationTimeout, EngineError) as error:
+                    raise Interrupted(str(error)) from error
+                except EngineLost as error:
+                    await self._recover(error)
+                    stats.engine_retries += 1
+                    continue
             stats.cached_tokens += result.cached_tokens
             stats.prefill_tokens += result.prompt_tokens - result.cached_tokens
             stats.retractions += result.retractions

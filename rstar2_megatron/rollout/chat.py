@@ -293,7 +293,6 @@ class ChatTemplate:
         return f"{self.turns.before_response}{self._defused(text)}{self.turns.after_response}{self.generation_prefix}"
 
     def user_turn_ids(self, text: str) -> list[int]:
-        """Token ids of `user_turn_text`."""
         return self._encode(self.user_turn_text(text))
 
     def tool_response_ids(self, responses: Sequence[str]) -> list[int]:
@@ -301,23 +300,24 @@ class ChatTemplate:
         return self._encode(self.tool_response_text(responses))
 
     def conversation(
-        self, problem: Problem, assistant_texts: Sequence[str], tool_responses: Sequence[Sequence[str]]
+        self, problem: Problem, assistant_texts: Sequence[str], answers: Sequence[Sequence[str] | str]
     ) -> list[tuple[str, bool]]:
         """A finished conversation as (text, trained) segments, for SFT data and for checks.
 
-        `assistant_texts[i]` is the i-th turn without generation prefix and turn end. `tool_responses[i]` holds the
-        responses to its calls; the last turn has none.
+        `assistant_texts[i]` is the i-th turn without generation prefix and turn end. `answers[i]` holds the responses to
+        its calls, or the text of a user's turn; the last turn has none.
         """
-        if len(tool_responses) != len(assistant_texts) - 1:
+        if len(answers) != len(assistant_texts) - 1:
             raise ValueError(
-                f"{len(assistant_texts)} assistant turns need {len(assistant_texts) - 1} tool responses, "
-                f"got {len(tool_responses)}"
+                f"{len(assistant_texts)} assistant turns need {len(assistant_texts) - 1} tool responses, got {len(answers)}"
             )
         segments = [(self.prompt_text(problem), False)]
         for i, text in enumerate(assistant_texts):
             segments.append((text + self.turns.end, True))
-            if i < len(tool_responses):
-                segments.append((self.tool_response_text(tool_responses[i]), False))
+            if i < len(answers):
+                answer = answers[i]
+                told = self.user_turn_text(answer) if isinstance(answer, str) else self.tool_response_text(answer)
+                segments.append((told, False))
         return segments
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:

@@ -46,7 +46,6 @@ class McpServer:
         await self._from_any_loop(self._use(None))
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
-        """Result of the server's tool."""
         return await self._from_any_loop(self._use((name, arguments)))
 
     async def _from_any_loop(self, work: Coroutine[Any, Any, Any]) -> Any:

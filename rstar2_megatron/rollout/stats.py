@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from rstar2_megatron.rollout.engine.protocol import EngineReport
@@ -59,17 +60,21 @@ class RolloutStats:
         self.tool[f"{call.name}/errors"] += call.outcome.is_model_error
         self.tool[f"{call.name}/seconds"] += call.seconds
 
-    def enter_engine(self) -> None:
-        """A request is sent to the engine."""
+    @contextlib.contextmanager
+    def at_engine(self) -> Iterator[None]:
+        """While the engine has a request."""
+        begun = time.monotonic()
         if self._at_engine == 0:
-            self._busy_since = time.monotonic()
+            self._busy_since = begun
         self._at_engine += 1
-
-    def leave_engine(self) -> None:
-        """The engine has answered a request."""
-        self._at_engine -= 1
-        if self._at_engine == 0:
-            self.engine_busy_seconds += time.monotonic() - self._busy_since
+        try:
+            yield
+        finally:
+            self._at_engine -= 1
+            ended = time.monotonic()
+            self.generate_seconds += ended - begun
+            if self._at_engine == 0:
+                self.engine_busy_seconds += ended - self._busy_since
 
     def observe(self, report: EngineReport) -> None:
         """Add one report of the engine's load (about one a second)."""
@@ -120,11 +125,10 @@ class StatsByStep:
         return steps
 
     def _growth(self, sums: Mapping[int, Mapping[str, float]]) -> dict[int, dict[str, float]]:
-        growth = {}
-        for engine, now in sums.items():
-            before = self._before.get(engine, {})
-            growth[engine] = {name: value - before.get(name, 0.0) for name, value in now.items()}
-        return growth
+        return {
+            engine: {name: value - self._before.get(engine, {}).get(name, 0.0) for name, value in now.items()}
+            for engine, now in sums.items()
+        }
 
 
 def combine(workers: Sequence[Mapping[str, float]], seconds: float) -> dict[str, float]:

@@ -50,15 +50,14 @@ class TrajectoryRunner:
         self._next_work = next_work
         self._on_trajectory = on_trajectory
         self._on_engine_gone = on_engine_gone
-        self._running: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()  # trajectories, a request for work, preemptions
         self._preemptions: dict[_Key, Preemption] = {}  # by running trajectory
-        self._preempting: set[asyncio.Task[None]] = set()
         self._lengths: dict[_Key, int] = {}  # last known lengths of running trajectories, in tokens
         self.responses: dict[_Key, int] = {}
         """Response tokens so far of each running trajectory."""
         self.response_tokens = 0
         """Response tokens of this phase so far."""
-        self._pull: asyncio.Future[list[Slice] | None] | None = None
+        self._asking = False  # a request for work is under way
         self._no_more = False
         self._gave_back = False
         self._reported_capacity = 0  # tokens of KV cache in the engine's last report
@@ -74,7 +73,7 @@ class TrajectoryRunner:
                 else:
                     self._start_what_fits()
                     self._ask_for_work()
-                if not self._running and self._pull is None:
+                if not self._tasks:
                     return
                 self._wake.clear()
                 await self._wake.wait()
@@ -130,40 +129,31 @@ class TrajectoryRunner:
             [key for key, preemption in self._preemptions.items() if preemption.at_tool],
         )
         self._evictions_seen = stats.retractions
-        for key in self.scheduler.preempt():
+        for key in self.scheduler.budget.preempt():
             assert isinstance(key, tuple)
-            task = asyncio.create_task(self.loop.preempt(self._preemptions[key]))
-            self._preempting.add(task)
-            task.add_done_callback(self._preempting.discard)
+            self._watch(self.loop.preempt(self._preemptions[key]))
         self._wake.set()  # the budget may have room now
 
     # ------------------------------------------------------------------------------------------- work
 
     def _ask_for_work(self) -> None:
-        if self._pull is None and not self._no_more and self.scheduler.wants_work():
-            self._pull = asyncio.ensure_future(self._next_work(self.scheduler.budget.room()))
-            self._pull.add_done_callback(self._pulled)
+        if not self._asking and not self._no_more and self.scheduler.wants_work():
+            self._asking = True
+            self._watch(self._get_work(self.scheduler.budget.room()))
 
-    def _pulled(self, pull: asyncio.Future[list[Slice] | None]) -> None:
-        self._pull = None
-        self._wake.set()
-        if pull.cancelled():
-            return
-        if (error := pull.exception()) is not None:
-            self._failure = error
-        elif (work := pull.result()) is None:
+    async def _get_work(self, room: int) -> None:
+        work = await self._next_work(room)
+        self._asking = False
+        if work is None:
             self._no_more = True
         elif not self.loop.parking:
             for one in work:
-                self._enqueue(one)
+                prompt_tokens = self._prompt_tokens(one)
+                self.scheduler.add([self._admission(one, index, prompt_tokens) for index in one.indices])
         else:  # too late: the phase is ending; carried trajectories stay carried
             for one in work:
                 for trajectory in one.parked.values():
-                    self._watch(self._hand_back(one, trajectory))
-
-    def _enqueue(self, work: Slice) -> None:
-        prompt_tokens = self._prompt_tokens(work)
-        self.scheduler.add([self._admission(work, index, prompt_tokens) for index in work.indices])
+                    await self._hand_back(one, trajectory)
 
     def _prompt_tokens(self, work: Slice) -> int:
         return len(self.loop.template.prompt_ids(work.problem))
@@ -184,7 +174,7 @@ class TrajectoryRunner:
 
     def _watch(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
-        self._running.add(task)
+        self._tasks.add(task)
         task.add_done_callback(self._ended)
 
     async def _run_one(self, key: _Key, work: Slice) -> None:
@@ -230,17 +220,14 @@ class TrajectoryRunner:
         await self._on_trajectory(work, trajectory)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._running.discard(task)
+        self._tasks.discard(task)
         self._wake.set()
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failure = error
 
     async def _cancel(self) -> None:
-        futures: list[asyncio.Future[None] | asyncio.Future[list[Slice] | None]] = [*self._running, *self._preempting]
-        if self._pull is not None:
-            futures.append(self._pull)
-        for future in futures:
-            future.cancel()
-        if futures:
-            await asyncio.wait(futures)
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
         self.scheduler.withdraw()

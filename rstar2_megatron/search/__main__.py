@@ -101,16 +101,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             policy = Path(sampling.rollout.model.model_path)
             check_reward_model(Path(search.reward_model), policy, sampling.max_context_tokens)
         problems = read_graded(arguments.data, settings, arguments.problems)
-        out = arguments.out or _default_out(arguments.model)
+        out = arguments.out or default_out(arguments.model, "search")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return exit_code(lambda: run(problems, sampling, search, out, compare=arguments.compare), out)
-
-
-def _default_out(model: Path) -> Path:
-    out = default_out(model)
-    return out.parent.parent / "search" / out.name if out.parent.name == "evaluation" else out
 
 
 def run(problems: Sequence[Problem], sampling: SamplingSettings, search: SearchSettings, out: Path, *, compare: bool) -> int:

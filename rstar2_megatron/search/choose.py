@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rstar2_megatron.evaluation.scores import Equal, answer_classes
@@ -41,16 +41,14 @@ def best_value(found: Sequence[Solution]) -> Solution | None:
 
 def most_frequent(found: Sequence[Solution], equal: Equal) -> Solution | None:
     """The first solution of the answer that most solutions share; None when no solution has an answer."""
-    return _heaviest(found, [float(s.copies) for s in found], equal)
+    return _heaviest(found, lambda s: s.copies, equal)
 
 
 def most_valued(found: Sequence[Solution], equal: Equal) -> Solution | None:
     """As `most_frequent`, with votes weighted by value: from 0 for -1 to 1 for +1."""
-    return _heaviest(found, [s.copies * (s.value + 1) / 2 for s in found], equal)
+    return _heaviest(found, lambda s: s.copies * (s.value + 1) / 2, equal)
 
 
-def _heaviest(found: Sequence[Solution], weights: Sequence[float], equal: Equal) -> Solution | None:
-    weight = {s.tag: w for s, w in zip(found, weights, strict=True)}
-    classes = answer_classes(found, equal)
-    best = max(classes, key=lambda members: sum(weight[s.tag] for s in members), default=None)
+def _heaviest(found: Sequence[Solution], weight: Callable[[Solution], float], equal: Equal) -> Solution | None:
+    best = max(answer_classes(found, equal), key=lambda members: sum(map(weight, members)), default=None)
     return best[0] if best else None

@@ -20,7 +20,7 @@ from rstar2_megatron.search.step import Step, step_of, trajectory_of
 from rstar2_megatron.search.tree import Node
 from rstar2_megatron.search.values import Values
 from rstar2_megatron.settings.sections.search import SearchSettings
-from rstar2_megatron.trajectory import Problem, Trajectory
+from rstar2_megatron.trajectory import Problem
 
 log = logging.getLogger(__name__)
 
@@ -81,16 +81,12 @@ class Expander:
             done = await self.loop.run(problem, index, resume=path, one_turn=turn)
             if self.loop.engine_gone:
                 raise EngineLost(self.loop.engine_gone)
-            if self._is_result(done, len(before)):
-                if done.finish_reason is not None:
-                    await self.values.grade(problem, done)
-                if done.finish_reason is None or done.usable:  # else a reward function of the user failed
+            if done.num_turns == len(before) + 1:
+                if done.usable:
+                    await self.values.rewards.grade([(problem, done)])  # sets reward and answer, or that an own reward failed
+                if done.finish_reason is None or done.usable:
                     return step_of(done, tokens, calls)
             log.warning("candidate %s.%d of %s: %s", tag, index, problem.query_id, done.error)
             if number + 1 < MAX_TRIES:
                 await asyncio.sleep(self.retry_s)
         raise ExpansionSpoiled(f"{problem.query_id}, node {tag}: {done.error or 'cut off'}")
-
-    @staticmethod
-    def _is_result(done: Trajectory, turns_before: int) -> bool:
-        return done.num_turns == turns_before + 1 and (done.finish_reason is None or done.usable)

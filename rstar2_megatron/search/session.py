@@ -23,7 +23,6 @@ from rstar2_megatron.search.solver import SearchProgress, Solver
 from rstar2_megatron.search.traces import best_right, conversation
 from rstar2_megatron.search.tree_file import TreeFile, tree_of
 from rstar2_megatron.search.values import LikelihoodScorer, Scorer, Values
-from rstar2_megatron.settings.schema import RolloutSettings
 from rstar2_megatron.settings.sections.search import SearchSettings
 from rstar2_megatron.trajectory import Problem
 
@@ -97,13 +96,6 @@ async def _conversations(problems: Sequence[Problem], sampling: SamplingSettings
     return rows
 
 
-def seeded(rollout: RolloutSettings) -> RolloutSettings:
-    """Engines that sample by the seeds of their requests."""
-    arguments = {"enable_deterministic_inference": True, **rollout.sglang.server_args}
-    sglang = rollout.sglang.model_copy(update={"server_args": arguments})
-    return rollout.model_copy(update={"sglang": sglang})
-
-
 def loop_sampling(sampling: SamplingSettings, search: SearchSettings) -> SamplingSettings:
     """The agent loop's sampling in a search."""
     turns = search.depth + (search.rules == "released")
@@ -146,7 +138,7 @@ class _Session:
         return sum(row["generated_tokens"] for _, row in rows if row["query_id"] in wanted)
 
     async def _run(self, planned: Plans, search: SearchSettings, compare: bool) -> None:
-        whole = seeded(self.sampling.rollout)
+        whole = self.sampling.rollout.model_copy(update={"request_seeds": True})  # engines sample by the seeds of candidates
         reward, share = search.reward_model, search.reward_memory
         beside = whole if reward is None else policy_rollout(whole, share, on_gpu=torch.cuda.is_available())
         logs = self.out.resolve() / "logs"

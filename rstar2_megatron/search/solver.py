@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from rstar2_megatron.evaluation.attempt_queue import run_together
 from rstar2_megatron.rollout.engine.protocol import EngineLost
 from rstar2_megatron.search.beam import Attempts, Beam
 from rstar2_megatron.search.expand import Expander, ExpansionSpoiled
@@ -69,39 +70,23 @@ class Solver:
         A problem that infrastructure spoils is left unfinished in the file, and the others go on. Raises EngineLost when
         no engine is left.
         """
-        engines = [asyncio.create_task(self._serve(expander, trees)) for expander in expanders]
-        try:
-            ends = await asyncio.gather(*engines)
-        finally:
-            for engine in engines:
-                engine.cancel()
-            await asyncio.gather(*engines, return_exceptions=True)
+        losses: list[list[EngineLost]] = [[] for _ in expanders]
+        served = zip(expanders, losses, strict=True)
+        await run_together(self._serve(expander, lost) for expander, lost in served for _ in range(trees))
         if self._waiting:
-            raise next(end for end in ends if end is not None)
+            raise losses[0][0]
         return self.progress
 
-    async def _serve(self, expander: Expander, trees: int) -> EngineLost | None:
-        """Keep one engine busy until no problem is left, or until it is lost for good."""
-        running: set[asyncio.Task[None]] = set()
-        lost: EngineLost | None = None
-        try:
-            while running or ((self._waiting or self._under_way) and lost is None):
-                while self._waiting and len(running) < trees and lost is None:
-                    running.add(asyncio.create_task(self._one(self._waiting.popleft(), expander)))
-                if not running:  # a tree of another engine may still come back
-                    await asyncio.sleep(_IDLE_S)
-                    continue
-                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    try:
-                        task.result()
-                    except EngineLost as error:
-                        lost = error
-        finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
-        return lost
+    async def _serve(self, expander: Expander, lost: list[EngineLost]) -> None:
+        """Search one problem after another, until none is left or the engine is `lost` for good, here or beside."""
+        while not lost and (self._waiting or self._under_way):
+            if not self._waiting:  # a tree of another engine may still come back
+                await asyncio.sleep(_IDLE_S)
+                continue
+            try:
+                await self._one(self._waiting.popleft(), expander)
+            except EngineLost as error:
+                lost.append(error)
 
     async def _one(self, problem: Problem, expander: Expander) -> None:
         started = time.monotonic()

@@ -37,7 +37,6 @@ class Search(ABC):
         """Values and selection after `node` got its children."""
 
     def candidates(self, node: Node) -> int:
-        """Candidates to draw for a node."""
         return self.settings.candidates
 
     def grow(self, node: Node, steps: Sequence[Step]) -> None:

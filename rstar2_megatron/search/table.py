@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,6 @@ class ChoiceScores:
 class SearchedSet:
     """The trees of one search over a set of problems. `attempts` counts those of independent sampling, by problem."""
 
-    mode: str
     found: dict[str, list[Solution]]
     tokens: dict[str, int]
     attempts: dict[str, int] = field(default_factory=dict)
@@ -45,7 +44,7 @@ def read_set(rows: Iterable[Mapping[str, Any]], wanted: set[str], budget: Mappin
 
     budget: tokens by problem; of independent attempts only the first ones that fit into it count, and at least one.
     """
-    searched = SearchedSet("", {}, {})
+    searched = SearchedSet({}, {})
     for row in rows:
         query_id = row["query_id"]
         if query_id not in wanted:
@@ -58,7 +57,6 @@ def read_set(rows: Iterable[Mapping[str, Any]], wanted: set[str], budget: Mappin
             found = [leaf for leaf in found if ".".join(leaf.tag.split(".")[:2]) in used]
             searched.attempts[query_id] = len(used)
         searched.found[query_id], searched.tokens[query_id] = found, tokens
-        searched = replace(searched, mode=mode)
     return searched
 
 
@@ -78,11 +76,10 @@ def results(name: str, searched: SearchedSet, equal: Equal, *, by_answers: bool)
     found, tokens = searched.found, searched.tokens
 
     def of(choice: Callable[[Sequence[Solution]], Solution | None]) -> dict[str, float]:
-        return {query_id: _right(choice(leaves)) for query_id, leaves in found.items()}
+        return {q: best.reward if (best := choice(leaves)) else 0.0 for q, leaves in found.items()}
 
     any_right = {q: float(any(s.reward for s in leaves)) for q, leaves in found.items()}
-    if searched.mode == "sampling":
-        attempts = searched.attempts
+    if attempts := searched.attempts:
         average = {q: sum(s.reward for s in leaves) / attempts[q] for q, leaves in found.items()}
         one = {q: n // attempts[q] for q, n in tokens.items()}
         mean = round(sum(attempts.values()) / len(attempts))
@@ -100,10 +97,6 @@ def results(name: str, searched: SearchedSet, equal: Equal, *, by_answers: bool)
         ChoiceScores(f"{name}, value-weighted", of(lambda s: most_valued(s, equal)), tokens, ceiling=by_answers),
         ChoiceScores(f"{name}, any right", any_right, tokens, ceiling=True),
     ]
-
-
-def _right(chosen: Solution | None) -> float:
-    return chosen.reward if chosen is not None else 0.0
 
 
 def paired_difference(first: Mapping[str, float], second: Mapping[str, float]) -> Estimate:

@@ -35,9 +35,8 @@ def conversation(template: ChatTemplate, problem: Problem, steps: Sequence[Step]
 
     problem: with what an environment added to its prompt.
     """
-    responses = [[call.response_text for call in step.tool_calls] for step in steps[:-1]]
-    segments = template.conversation(problem, [step.text for step in steps], responses)
-    for number, step in enumerate(steps[:-1]):
-        if step.observation is not None:
-            segments[2 * number + 2] = (template.user_turn_text(step.observation), False)
-    return segments
+    answers = [
+        [call.response_text for call in step.tool_calls] if step.observation is None else step.observation
+        for step in steps[:-1]
+    ]
+    return template.conversation(problem, [step.text for step in steps], answers)

@@ -23,6 +23,7 @@ from rstar2_megatron.trajectory import Problem
 
 _STEPS = TypeAdapter(list[Step])
 _STEP = TypeAdapter(Step)
+_OF_NODE = ("visits", "total", "value", "end", "copies", "kept")
 Recorded = dict[str, list[Step]]
 """Candidates by the tag of the expanded node."""
 
@@ -35,12 +36,7 @@ def tree_row(problem: Problem, search: Search, mode: str, seconds: float, prompt
     nodes = [
         {
             "tag": node.tag,
-            "visits": node.visits,
-            "total": node.total,
-            "value": node.value,
-            "end": node.end,
-            "copies": node.copies,
-            "kept": node.kept,
+            **{name: getattr(node, name) for name in _OF_NODE},
             "step": None if node.step is None else _STEP.dump_python(node.step, mode="json"),
         }
         for node in search.tree.root.walk()
@@ -69,9 +65,9 @@ def tree_of(row: Mapping[str, Any]) -> Tree:
             parent = nodes.get(item["tag"].rpartition(".")[0])
             step = None if item["step"] is None else _STEP.validate_python(item["step"])
             node = Node(item["tag"], parent.depth + 1 if parent else 0, parent, step)
-            node.visits, node.total, node.value = item["visits"], item["total"], item["value"]
-            node.end = None if item["end"] is None else End(item["end"])
-            node.copies, node.kept = item["copies"], item["kept"]
+            for name in _OF_NODE:
+                setattr(node, name, item[name])
+            node.end = None if node.end is None else End(node.end)
             if parent is not None:
                 parent.children = [*(parent.children or []), node]
             nodes[node.tag] = node

@@ -11,7 +11,6 @@ import numpy as np
 from rstar2_megatron.reward.rewards import Rewards
 from rstar2_megatron.search.step import Step
 from rstar2_megatron.settings.sections.search import SearchSettings
-from rstar2_megatron.trajectory import Problem, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +43,13 @@ class LikelihoodScorer:
 
 
 class Values:
-    """Sets the values of new candidates by `search.guide`. Finished solutions are graded in every case, for the report."""
+    """Sets the values of new candidates by `search.guide`. Finished solutions are graded before it, for the report."""
 
     def __init__(self, settings: SearchSettings, rewards: Rewards, scorer: Scorer | None) -> None:
         """scorer: not asked where answers alone give values."""
         self.guide = settings.guide
         self.rewards = rewards
         self.scorer = scorer if self.guide != "answers" else None
-
-    async def grade(self, problem: Problem, trajectory: Trajectory) -> None:
-        """Set reward and answer of a finished solution."""
-        await self.rewards.grade([(problem, trajectory)])
 
     async def assign(self, prompt_ids: np.ndarray, before: Sequence[Step], candidates: Sequence[Step]) -> None:
         """Set `value` of the candidates that follow the steps `before`; dead ends keep None."""

@@ -151,8 +151,8 @@ def test_results_of_a_run_lie_in_the_run(tmp_path: Path) -> None:
     (run / "checkpoints" / "global_step_3").mkdir(parents=True)
     (run / "config.yaml").touch()
     (run / "metrics.jsonl").touch()
-    assert default_out(run / "checkpoints" / "global_step_3") == run / "evaluation" / "global_step_3"
-    assert default_out(tmp_path / "Qwen") == Path("evaluations/Qwen")
+    assert default_out(run / "checkpoints" / "global_step_3", "evaluation") == run / "evaluation" / "global_step_3"
+    assert default_out(tmp_path / "Qwen", "search") == Path("evaluations/Qwen")
 
 
 def test_data_may_be_named_in_several_places() -> None:

@@ -27,10 +27,9 @@ def test_an_engine_that_is_busy_has_been_busy_so_far(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(time, "monotonic", lambda: clock)
     stats = RolloutStats()
     assert stats.sums()["engine_busy_seconds"] == 0
-    stats.enter_engine()
-    clock += 5.0
-    assert stats.sums()["engine_busy_seconds"] == 5.0
-    stats.leave_engine()
+    with stats.at_engine():
+        clock += 5.0
+        assert stats.sums()["engine_busy_seconds"] == 5.0
     clock += 5.0
     assert stats.sums()["engine_busy_seconds"] == 5.0
     assert combine([stats.sums()], 10.0)["idle_share"] == 0.5

@@ -32,7 +32,7 @@ TOKENS = {"a": 30, "b": 60, "c": 90}
 
 
 def test_every_choice_is_a_row() -> None:
-    rows = results("mcts", SearchedSet("mcts", FOUND, TOKENS), same_answer, by_answers=False)
+    rows = results("mcts", SearchedSet(FOUND, TOKENS), same_answer, by_answers=False)
     scores = {row.name: row.scores for row in rows}
     assert scores == {
         "mcts, best value": {"a": 1.0, "b": 0.0, "c": 0.0},
@@ -44,7 +44,7 @@ def test_every_choice_is_a_row() -> None:
 
 
 def test_sampling_has_the_scores_of_its_attempts() -> None:
-    rows = results("sampling", SearchedSet("sampling", FOUND, TOKENS, dict.fromkeys("abc", 3)), same_answer, by_answers=True)
+    rows = results("sampling", SearchedSet(FOUND, TOKENS, dict.fromkeys("abc", 3)), same_answer, by_answers=True)
     assert {row.name: sum(row.scores.values()) for row in rows} == {
         "sampling, avg@1": pytest.approx(1 / 3),
         "sampling, majority@3": 0.0,
@@ -72,8 +72,8 @@ def test_attempts_count_up_to_the_tokens_of_the_search() -> None:
 
 
 def test_rendered_against_greedy() -> None:
-    greedy = results("greedy", SearchedSet("sampling", FOUND, TOKENS, dict.fromkeys("abc", 1)), same_answer, by_answers=True)
-    rows = greedy + results("mcts", SearchedSet("mcts", FOUND, TOKENS), same_answer, by_answers=True)
+    greedy = results("greedy", SearchedSet(FOUND, TOKENS, dict.fromkeys("abc", 1)), same_answer, by_answers=True)
+    rows = greedy + results("mcts", SearchedSet(FOUND, TOKENS), same_answer, by_answers=True)
     text = render(rows, 3)
     assert "mcts, best value (uses the answers)" in text and text.splitlines()[2].startswith("greedy")
     assert "33.3 [" in text and "60" in text

@@ -96,14 +96,12 @@ class EngineChild:
 
     @property
     def pid(self) -> int:
-        """Process id of the engine. Raises EngineLost when it never started."""
         if self._process is None:
             raise EngineLost(self.lost_message())
         return self._process.pid
 
     @property
     def num_waiting(self) -> int:
-        """Number of calls that have no answer yet."""
         return len(self._pending)
 
     # ------------------------------------------------------------------------------------------ calls

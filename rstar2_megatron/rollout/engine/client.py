@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -44,7 +43,6 @@ MEMORY_TAGS: tuple[MemoryTag, ...] = ("weights", "kv_cache")
 class EngineClient(SupervisedEngine):
     """Generation, weights and memory of one engine. All methods belong to one event loop.
 
-    `name` appears in messages. `log_path` receives the engine's output (default: a temporary file).
     `keep_weights_bytes` bounds the copy of the last weights that is kept for a restart. `memory_saver` lets a GPU engine
     release its memory (`release_memory`), which a collocated actor needs.
     """
@@ -64,7 +62,6 @@ class EngineClient(SupervisedEngine):
         super().__init__(settings, arguments, name=name, log_path=log_path)
         self.weight_version = 0
         self._keep_weights_bytes = keep_weights_bytes
-        self._request_ids = itertools.count(1)
         self._on_tokens: dict[str, TokensCallback] = {}  # by id of the running request
         self._owned: dict[object, str] = {}  # request ids of running requests by owner
         self._kept: list[WeightBucket] = []  # buckets of the current weights, for a restart
@@ -73,26 +70,22 @@ class EngineClient(SupervisedEngine):
         self._updates = 0  # begun so far, host copies included; after the first the weights differ from the model's files
         self._released: set[MemoryTag] = set()
         self._generating = 0  # requests in the engine
-        self._updating = False  # by `update_weights`
         self._all_arrived = asyncio.Event()  # every bucket of the update under way, or there is none
         self._all_arrived.set()
 
     async def start(self) -> None:
-        """Start the process and wait until it serves. Raises EngineLost with the end of the process's log."""
         self._released.clear()  # a fresh engine has all its memory
         await super().start()
 
     async def close(self) -> None:
-        """End the engine and everything it started. Safe to call twice."""
         await super().close()
         self._forget_kept()
 
     async def recover(self, *, with_weights: bool = True) -> None:
-        """Restart a lost engine with the current weights. Returns at once when the engine is not lost.
+        """`SupervisedEngine.recover` with the current weights.
 
-        Concurrent callers share one restart. Raises EngineLost after `rollout.max_engine_restarts` restarts since the last
-        weight update. With `with_weights`, also raises EngineLost when no host copy of the current weights was kept;
-        `update_weights` must then run before generation.
+        With `with_weights`, also raises EngineLost when no host copy of the current weights was kept; `update_weights` must
+        then run before generation.
         """
         await super().recover()
         await self._all_arrived.wait()  # of an update that will load the restarted engine
@@ -153,31 +146,26 @@ class EngineClient(SupervisedEngine):
         Raises EngineError when SGLang refuses the request, for example because it is too long, and when the engine is not
         `wait_until_ready`.
         """
-        child = self._alive_child()
         if self._changes:
             raise EngineError(f"{self.name} starts or changes its weights: await wait_until_ready first")
         if self._released:
             raise EngineError(f"{self.name} has released its memory {sorted(self._released)}: resume_memory first")
         if self._missing_weights:
             raise EngineLost(f"{self.name} has no current weights: call update_weights first")
-        # fixed width: SGLang aborts every request whose id starts with the given one
-        rid = f"{next(self._request_ids):016x}"
+        rid = self._new_request_id()
         if on_tokens is not None:
             self._on_tokens[rid] = on_tokens
         if owner is not None:
             self._owned[owner] = rid
         self._generating += 1
         try:
-            result = await child.call("generate", {"input_ids": input_ids, "sampling": sampling, "rid": rid}, timeout_s)
-        except (GenerationTimeout, asyncio.CancelledError):
-            child.post("abort", {"rid": rid})
-            raise
+            result = await self._ask("generate", {"input_ids": input_ids, "sampling": sampling, "rid": rid}, timeout_s)
         finally:
             self._generating -= 1
             self._on_tokens.pop(rid, None)
             self._owned.pop(owner, None)
         answer = msgspec.convert(result, GenerateResult)
-        if self._updating and answer.finish_reason == "abort":
+        if not self._all_arrived.is_set() and answer.finish_reason == "abort":
             answer.finish_reason = INTERRUPTED
         return answer
 
@@ -209,7 +197,6 @@ class EngineClient(SupervisedEngine):
         generated until an update succeeds.
         """
         self._begin_version(version)
-        self._updating = True
         self._all_arrived.clear()
         try:
             with self._changing():
@@ -221,7 +208,6 @@ class EngineClient(SupervisedEngine):
             self._hold(True)
             raise
         finally:
-            self._updating = False
             self._all_arrived.set()
         self._hold(False)
         self._restarts_in_a_row = 0

@@ -21,7 +21,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
@@ -98,25 +97,13 @@ def _create_engine(server_args: dict[str, Any], connection_fd: int) -> Any:
 
 
 class _EngineServer:
+    """Serves `EngineClient` and `RewardEngine`: a request of `method` calls `do_method`."""
+
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._tasks: set[asyncio.Task[None]] = set()
         # SGLang's RPC call blocks and serves one caller at a time
         self._rpc_thread = ThreadPoolExecutor(1, thread_name_prefix="rpc")
-        self._methods: dict[str, Callable[[Any], Awaitable[Any]]] = {
-            "generate": self._generate,
-            "score": self._score,
-            "abort": self._abort,
-            "begin_update": self._begin_update,
-            "load_bucket": self._load_bucket,
-            "end_update": self._end_update,
-            "flush_cache": self._flush_cache,
-            "checksums": self._checksums,
-            "release_memory": self._release_memory,
-            "resume_memory": self._resume_memory,
-            "start_profile": self._start_profile,
-            "stop_profile": self._stop_profile,
-        }
 
     async def run(self) -> None:
         reader, self._writer = await asyncio.open_unix_connection(sock=self._connection)
@@ -150,8 +137,8 @@ class _EngineServer:
         """
         started = time.monotonic()
         for number, sampling in enumerate(_EVERY_SAMPLING):
-            await self._generate({"input_ids": [0, 0], "sampling": {**sampling, **_TWO_TOKENS}, "rid": f"warm-up-{number}"})
-        while not await self._flush_cache(None):  # refused until the last request has left the scheduler
+            await self.do_generate({"input_ids": [0, 0], "sampling": {**sampling, **_TWO_TOKENS}, "rid": f"warm-up-{number}"})
+        while not await self.do_flush_cache(None):  # refused until the last request has left the scheduler
             await asyncio.sleep(0.02)
         seconds = time.monotonic() - started
         print(f"warm-up: {len(_EVERY_SAMPLING)} requests in {seconds:.1f} s", flush=True)
@@ -172,12 +159,12 @@ class _EngineServer:
 
     async def _answer(self, request_id: int, method: str, params: Any) -> None:
         try:
-            message = [request_id, None, await self._methods[method](params)]
+            message = [request_id, None, await getattr(self, f"do_{method}")(params)]
         except Exception as error:
             message = [request_id, f"{type(error).__name__}: {error}", None]
         write_message(self._writer, message)
 
-    async def _generate(self, params: dict[str, Any]) -> GenerateResult:
+    async def do_generate(self, params: dict[str, Any]) -> GenerateResult:
         output = await self._engine.async_generate(
             input_ids=np.asarray(params["input_ids"]).tolist(),
             sampling_params=params["sampling"],
@@ -204,7 +191,7 @@ class _EngineServer:
             retractions=meta.get("num_retractions", 0),
         )
 
-    async def _score(self, params: dict[str, Any]) -> list[float]:
+    async def do_score(self, params: dict[str, Any]) -> list[float]:
         from sglang.srt.managers.io_struct import EmbeddingReqInput
 
         inputs = [np.asarray(ids).tolist() for ids in params["input_ids"]]
@@ -213,15 +200,15 @@ class _EngineServer:
         outputs: list[dict[str, Any]] = await anext(self._manager.generate_request(request, None))
         return [float(output["embedding"][0]) for output in outputs]
 
-    async def _abort(self, params: dict[str, Any]) -> None:
+    async def do_abort(self, params: dict[str, Any]) -> None:
         self._manager.abort_request(rid=params["rid"], abort_all=not params["rid"])
 
-    async def _begin_update(self, params: None) -> None:
+    async def do_begin_update(self, params: None) -> None:
         from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
 
         _demand(await self._manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
 
-    async def _load_bucket(self, params: dict[str, Any]) -> None:
+    async def do_load_bucket(self, params: dict[str, Any]) -> None:
         """Load a safetensors file by path, or a device buffer by one handle per tensor-parallel rank."""
         import torch
         from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
@@ -239,33 +226,33 @@ class _EngineServer:
         )
         _demand(await self._manager.update_weights_from_tensor(update, None))
 
-    async def _end_update(self, params: None) -> None:
+    async def do_end_update(self, params: None) -> None:
         from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
 
         _demand(await self._manager.end_weight_update(EndWeightUpdateReqInput(), None))
 
-    async def _flush_cache(self, params: None) -> bool:
+    async def do_flush_cache(self, params: None) -> bool:
         return bool((await self._manager.flush_cache()).success)
 
-    async def _release_memory(self, params: dict[str, Any]) -> None:
+    async def do_release_memory(self, params: dict[str, Any]) -> None:
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
         await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=params["tags"]))
 
-    async def _resume_memory(self, params: dict[str, Any]) -> None:
+    async def do_resume_memory(self, params: dict[str, Any]) -> None:
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
         await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=params["tags"]))
 
-    async def _start_profile(self, params: dict[str, Any]) -> None:
+    async def do_start_profile(self, params: dict[str, Any]) -> None:
         from sglang.srt.managers.io_struct import ProfileReq
 
         await self._manager.start_profile(ProfileReq(**params))
 
-    async def _stop_profile(self, params: None) -> None:
+    async def do_stop_profile(self, params: None) -> None:
         await self._manager.stop_profile()
 
-    async def _checksums(self, params: None) -> dict[str, int]:
+    async def do_checksums(self, params: None) -> dict[str, int]:
         from rstar2_megatron.rollout.engine.weight_hooks import CHECKSUM_METHOD
 
         with tempfile.NamedTemporaryFile("r", suffix=".json") as file:

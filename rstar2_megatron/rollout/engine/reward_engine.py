@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from rstar2_megatron.rollout.engine.arguments import engine_arguments
-from rstar2_megatron.rollout.engine.protocol import EngineError, GenerationTimeout
+from rstar2_megatron.rollout.engine.protocol import EngineError
 from rstar2_megatron.rollout.engine.supervisor import SupervisedEngine
 from rstar2_megatron.settings.schema import RolloutSettings
 
@@ -34,7 +32,6 @@ class RewardEngine(SupervisedEngine):
     ) -> None:
         arguments = engine_arguments(settings, max_context_tokens=max_context_tokens, scores=True)
         super().__init__(settings, arguments, name=name, log_path=log_path)
-        self._request_ids = itertools.count(1)
 
     async def score(self, sequences: Sequence[np.ndarray], *, timeout_s: float) -> list[float]:
         """The model's raw score of each sequence of token ids, at its last token.
@@ -44,13 +41,8 @@ class RewardEngine(SupervisedEngine):
         """
         if not sequences:
             return []
-        child = self._alive_child()
-        rid = f"{next(self._request_ids):016x}"  # fixed width: SGLang aborts every request whose id starts with it
-        try:
-            scores: list[float] = await child.call("score", {"input_ids": list(sequences), "rid": rid}, timeout_s)
-        except (GenerationTimeout, asyncio.CancelledError):
-            child.post("abort", {"rid": rid})
-            raise
+        params = {"input_ids": list(sequences), "rid": self._new_request_id()}
+        scores: list[float] = await self._ask("score", params, timeout_s)
         wrong = [score for score in scores if not np.isfinite(score)]
         if wrong or len(scores) != len(sequences):
             raise EngineError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rstar2_megatron.rollout.engine.child import EngineChild
-from rstar2_megatron.rollout.engine.protocol import EngineError, EngineLost, EngineReport
+from rstar2_megatron.rollout.engine.protocol import EngineError, EngineLost, EngineReport, GenerationTimeout
 from rstar2_megatron.settings.schema import ProfilerSettings, RolloutSettings
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ class SupervisedEngine:
         self._log_path = log_path
         self._child: EngineChild | None = None
         self._closed = False
+        self._request_ids = itertools.count(1)
         self._recovering = asyncio.Lock()
         self._restarts_in_a_row = 0  # since the last weight update
         self._changes = 0  # starts and updates in progress
@@ -85,15 +87,13 @@ class SupervisedEngine:
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        self._change(1)
+        self._changes += 1
+        self._settle()
         try:
             yield
         finally:
-            self._change(-1)
-
-    def _change(self, more: int) -> None:
-        self._changes += more
-        self._settle()
+            self._changes -= 1
+            self._settle()
 
     def _hold(self, held: bool) -> None:
         self._held = held
@@ -154,6 +154,19 @@ class SupervisedEngine:
 
     async def _call(self, method: str, params: Any) -> Any:
         return await self._alive_child().call(method, params)
+
+    def _new_request_id(self) -> str:
+        # fixed width: SGLang aborts every request whose id starts with the given one
+        return f"{next(self._request_ids):016x}"
+
+    async def _ask(self, method: str, params: dict[str, Any], timeout_s: float) -> Any:
+        """A call with a request id `rid`, which SGLang aborts when nobody waits for it any more."""
+        child = self._alive_child()
+        try:
+            return await child.call(method, params, timeout_s)
+        except (GenerationTimeout, asyncio.CancelledError):
+            child.post("abort", {"rid": params["rid"]})
+            raise
 
     # -------------------------------------------------------------------------------------- profiles
 

@@ -158,8 +158,6 @@ def _experts(name: str, stacked: Tensor, tp_size: int, group: Any) -> Iterator[t
 
 def _sharded_dim(name: str) -> int | None:
     """Dimension that tensor parallelism splits, for a parameter that is not fused."""
-    if name.endswith("norm.weight"):
-        return None
     if ".o_proj.weight" in name or ".down_proj.weight" in name:
         return 1
     if "embed_tokens" in name or name.startswith("lm_head"):

@@ -43,14 +43,15 @@ class AdaptiveBudget(KVBudget):
         self._learnt = 0
         self._waits: Counter[Hashable] = Counter()  # reports in a row during one tool wait
         self.lengths: LengthSurvival | None = None  # made at the first admission, which gives the longest response
-        self._curves: dict[Hashable, tuple[Array, Array]] = {}
-        self._known: dict[tuple[int, int], tuple[Array, Array]] = {}  # curves by current and longest response
-        self._expected = self._variance = np.zeros(1)
+        # A curve [2, bins + 1] is the expectation and the variance of future tokens (`_curves_of`).
+        self._curves: dict[Hashable, Array] = {}
+        self._known: dict[tuple[int, int], Array] = {}  # by current and longest response
+        self._total: Array = np.zeros((2, 1))  # the sum of `_curves`
 
     @property
     def reserved_tokens(self) -> int:
         """Peak of the projected use."""
-        return self._prompt_tokens + int(self._peak(self._expected, self._variance))
+        return self._prompt_tokens + int(self._peak(self._total))
 
     def observe(
         self, evictions: int, lengths: Mapping[Any, int], engine_tokens: int = 0, at_tools: Collection[Hashable] = ()
@@ -102,33 +103,27 @@ class AdaptiveBudget(KVBudget):
         return away
 
     def _fits(self, reservation: KVReservation, shared: int) -> bool:
-        expected, variance = self._curve(reservation)
-        peak = self._peak(self._expected + expected, self._variance + variance)
-        return self._prompt_tokens + shared + peak <= self.capacity_tokens
+        curve = self._curve(reservation)  # which may make `_total` anew
+        return self._prompt_tokens + shared + self._peak(self._total + curve) <= self.capacity_tokens
 
-    def _peak(self, expected: Array, variance: Array) -> float:
+    def _peak(self, curve: Array) -> float:
+        expected, variance = curve
         # rounding can leave a variance slightly below zero
         return float(np.max(expected + self.z * np.sqrt(np.maximum(variance, 0.0))))
 
     def _reserve(self, key: Hashable, reservation: KVReservation) -> None:
-        self._curves[key] = expected, variance = self._curve(reservation)
-        if len(self._curves) == 1:
-            self._expected, self._variance = expected.copy(), variance.copy()
-        else:
-            self._expected = self._expected + expected
-            self._variance = self._variance + variance
+        self._curves[key] = curve = self._curve(reservation)
+        # that of a first one may be in `_total` already, by the estimate that it made
+        self._total = curve if len(self._curves) == 1 else self._total + curve
 
     def _length_changed(self, key: Hashable, reservation: KVReservation) -> None:
         self._unreserve(key, reservation)
         self._reserve(key, reservation)
 
     def _unreserve(self, key: Hashable, reservation: KVReservation) -> None:
-        expected, variance = self._curves.pop(key)
-        if self._curves:
-            self._expected = self._expected - expected
-            self._variance = self._variance - variance
-        else:
-            self._expected = self._variance = np.zeros_like(self._expected)
+        curve = self._curves.pop(key)
+        # without rounding when nothing runs
+        self._total = self._total - curve if self._curves else np.zeros_like(self._total)
 
     def _learn_length(self, reservation: KVReservation) -> None:
         if self.lengths is None:
@@ -145,23 +140,22 @@ class AdaptiveBudget(KVBudget):
         self._known.clear()
         reservations = list(self._reservations.values())
         self.lengths.refresh([reservation.response_tokens for reservation in reservations])
-        expected, variance = self._curves_of(reservations)
-        self._curves = {key: (expected[i], variance[i]) for i, key in enumerate(self._reservations)}
-        self._expected, self._variance = expected.sum(axis=0), variance.sum(axis=0)
+        curves = self._curves_of(reservations)
+        self._curves = {key: curves[:, i] for i, key in enumerate(self._reservations)}
+        self._total = curves.sum(axis=1)
 
-    def _curve(self, reservation: KVReservation) -> tuple[Array, Array]:
+    def _curve(self, reservation: KVReservation) -> Array:
         longest = reservation.max_tokens - reservation.prompt_tokens
         if self.lengths is None or self.lengths.num_bins * self.lengths.bin_tokens < longest:
             self.lengths = LengthSurvival(1 << (longest - 1).bit_length())
             self._project()
         like = reservation.response_tokens, longest
         if like not in self._known:
-            expected, variance = self._curves_of([reservation])
-            self._known[like] = expected[0], variance[0]
+            self._known[like] = self._curves_of([reservation])[:, 0]
         return self._known[like]
 
-    def _curves_of(self, reservations: Sequence[KVReservation]) -> tuple[Array, Array]:
-        """Expected response tokens and their variance, each [reservations, bins + 1], after 0, 1, 2, ... bins of steps."""
+    def _curves_of(self, reservations: Sequence[KVReservation]) -> Array:
+        """Expected response tokens and their variance [2, reservations, bins + 1], after 0, 1, 2, ... bins of steps."""
         assert self.lengths is not None
         bins, width = self.lengths.num_bins, self.lengths.bin_tokens
         now = np.array([reservation.response_tokens for reservation in reservations], dtype=np.int64)
@@ -172,7 +166,7 @@ class AdaptiveBudget(KVBudget):
         at = log_survival[np.minimum(first + ahead, bins)] - log_survival[first]
         survives = np.where(first + ahead <= bins, np.exp(at), 0.0)
         tokens = np.minimum(now[:, None] + ahead * width, longest[:, None]).astype(np.float64)
-        return survives * tokens, survives * (1 - survives) * tokens * tokens
+        return np.stack([survives * tokens, survives * (1 - survives) * tokens * tokens])
 
 
 POLICIES: dict[str, type[KVBudget]] = {

@@ -56,10 +56,6 @@ class AdmissionQueue:
             admitted.append(queue.popleft())
         return admitted
 
-    def preempt(self) -> list[Hashable]:
-        """Trajectories to park now. Call it after each engine report, and `requeue` each trajectory once it is parked."""
-        return self.budget.preempt()
-
     def requeue(self, parked: Admission) -> None:
         """Release a preempted trajectory's reservation and queue it before all others, with its tokens."""
         self.budget.release(parked.key, finished=False)

@@ -96,7 +96,6 @@ class KVBudget:
         return True
 
     def set_length(self, key: Hashable, length: int) -> None:
-        """Update a trajectory's length and its reservation."""
         if key in self._away:
             return
         reservation = self._reservations[key]
@@ -137,7 +136,7 @@ class KVBudget:
         self._uncounted = max(0, engine_tokens - self.used_tokens)
 
     def preempt(self) -> list[Hashable]:
-        """Trajectories to park after a report. Each one is named once, and is admitted again after `release`.
+        """Trajectories to park after a report. Each one is named once, and is admitted again after `release` (`requeue`).
 
         Base policies never preempt.
         """

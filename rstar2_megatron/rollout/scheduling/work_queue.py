@@ -39,6 +39,7 @@ class _Pending:
     group: int
     indices: list[int]
     size: int
+    owner: int  # static: its engine
     given: Counter[int] = field(default_factory=Counter)  # number of rollouts by engine
     running: dict[int, tuple[int, float]] = field(default_factory=dict)  # by rollout index: engine, time when it was handed out
     since: float = 0.0  # sum of these times: at 4,096 groups a walk over the rollouts for each slice takes 50 s of a phase
@@ -63,30 +64,25 @@ class WorkQueue:
         self.slice_size = 1 if policy == "least_requests" else slice_size
         self._groups: dict[int, _Pending] = {}
         self._pending: list[int] = []  # groups with rollouts to hand out, in order of arrival
-        self._owner: dict[int, int] = {}  # static: the group's engine
-        self._left = 0
+        self.left = 0
+        """Number of rollouts that no engine has taken."""
         self._lengths = GroupLengths()
         self._held = [0] * num_engines  # unfinished rollouts of each engine
         self._loads = [0.0] * num_engines  # expected remaining seconds of these rollouts, summed
         self._loads_at = float("-inf")
         self._alive = list(range(num_engines))
 
-    @property
-    def left(self) -> int:
-        """Number of rollouts that no engine has taken."""
-        return self._left
-
     def add(self, groups: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Add groups, as (group, rollout indices)."""
         for position, (group, indices) in enumerate(groups):
-            self._groups[group] = _Pending(group, list(indices), len(indices))
+            owner = self._alive[position * len(self._alive) // len(groups)]
+            self._groups[group] = _Pending(group, list(indices), len(indices), owner)
             self._pending.append(group)
-            self._left += len(indices)
-            self._owner[group] = self._alive[position * len(self._alive) // len(groups)]
+            self.left += len(indices)
 
     def forget(self, group: int) -> None:
         """Remove a group of which nothing is left to hand out or runs."""
-        del self._groups[group], self._owner[group]
+        del self._groups[group]
         self._lengths.forget(group)
 
     def take(self, engine: int, now: float) -> tuple[int, list[int]] | None:
@@ -101,7 +97,7 @@ class WorkQueue:
         if self.policy == "kv_adaptive" and not self.endless and self._is_above_average_load(engine, now):
             return None
         if self.policy == "static":
-            candidates = [group for group in candidates if self._owner[group] == engine]
+            candidates = [group for group in candidates if self._groups[group].owner == engine]
         if not candidates:
             return None
         chosen = self._groups[self._choose(candidates, engine, now)]
@@ -110,7 +106,7 @@ class WorkQueue:
         chosen.given[engine] += len(taken)
         chosen.running |= dict.fromkeys(taken, (engine, now))
         chosen.since += len(taken) * now
-        self._left -= len(taken)
+        self.left -= len(taken)
         self._held[engine] += len(taken)
         self._loads[engine] += len(taken) * self._lengths.expected(chosen.group)
         if not chosen.indices:
@@ -130,15 +126,15 @@ class WorkQueue:
         if not pending.indices:
             self._pending.append(group)
         pending.indices.append(index)
-        self._left += 1
+        self.left += 1
 
     def lose_engine(self, engine: int) -> None:
         """Remove an engine and divide its static share among the others. At least one engine must remain."""
         self._alive.remove(engine)
         heirs = itertools.cycle(self._alive)
-        for group, owner in self._owner.items():
-            if owner == engine:
-                self._owner[group] = next(heirs)
+        for pending in self._groups.values():
+            if pending.owner == engine:
+                pending.owner = next(heirs)
 
     def take_back(self, engine: int) -> None:
         """Queue again every rollout that `engine` has: its worker died, so none of them comes back."""
@@ -176,7 +172,7 @@ class WorkQueue:
             return False
         if not self._lengths.known:
             return self._held[engine] > sum(self._held) / len(self._alive) + self.slice_size
-        if self._left >= sum(self._held):
+        if self.left >= sum(self._held):
             return False
         if now - self._loads_at >= _LOADS_S:
             self._update_loads(now)
@@ -195,4 +191,4 @@ class WorkQueue:
         """Size of the next slice: smaller towards the end, so that the last slices balance the engines."""
         if self.endless:
             return self.slice_size
-        return max(1, min(self.slice_size, self._left // (2 * self.num_engines)))
+        return max(1, min(self.slice_size, self.left // (2 * self.num_engines)))

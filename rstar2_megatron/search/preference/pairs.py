@@ -26,17 +26,6 @@ class NodePairs:
     pairs: list[tuple[int, int]]
 
 
-@dataclass(slots=True)
-class _Outlook:
-    """Mean Q of the best continuation from a node to a right leaf and of the worst to a wrong one; None without such a leaf.
-
-    The means begin with the node itself.
-    """
-
-    right: float | None = None
-    wrong: float | None = None
-
-
 def verdict(leaf: Node) -> bool | None:
     """Whether a path ended right. None for an unfinished path, and for one that tool errors ended: it has no answer."""
     if leaf.end is End.ANSWER:
@@ -48,8 +37,8 @@ def verdict(leaf: Node) -> bool | None:
 
 def pairs_of(tree: Tree, settings: PreferenceSettings) -> list[NodePairs]:
     """The comparisons of a tree: of siblings, parents first, then of whole solutions."""
-    outlooks = _outlooks(tree)
-    found = [_of_children(node, outlooks, settings) for node in tree.root.walk() if node.children]
+    right, wrong = _continuations(tree)
+    found = [_of_children(node, right, wrong, settings) for node in tree.root.walk() if node.children]
     comparisons = [comparison for comparison in found if comparison.pairs]
     if settings.whole_solutions:
         known = {(comparison.better[i].tag, comparison.worse[j].tag) for comparison in comparisons for i, j in comparison.pairs}
@@ -58,44 +47,46 @@ def pairs_of(tree: Tree, settings: PreferenceSettings) -> list[NodePairs]:
     return comparisons
 
 
-def _outlooks(tree: Tree) -> dict[str, _Outlook]:
-    outlooks: dict[str, _Outlook] = {}
+def _continuations(tree: Tree) -> tuple[dict[str, float], dict[str, float]]:
+    """By tag, the mean Q of the best continuation to a right leaf, and of the worst to a wrong one.
+
+    The means begin with the node itself. Nodes without such a leaf are left out.
+    """
+    best: dict[str, float] = {}
+    worst: dict[str, float] = {}
     for leaf in tree.root.walk():
         right = verdict(leaf)
         if right is None:
             continue
-        total, count = 0.0, 0
-        for node in reversed(leaf.path):
-            total, count = total + node.q, count + 1
-            outlook, mean = outlooks.setdefault(node.tag, _Outlook()), total / count
+        total = 0.0
+        for count, node in enumerate(reversed(leaf.path), 1):
+            total += node.q
+            mean = total / count
             if right:
-                outlook.right = mean if outlook.right is None else max(mean, outlook.right)
+                best[node.tag] = max(mean, best.get(node.tag, mean))
             else:
-                outlook.wrong = mean if outlook.wrong is None else min(mean, outlook.wrong)
-    return outlooks
+                worst[node.tag] = min(mean, worst.get(node.tag, mean))
+    return best, worst
 
 
-def _of_children(parent: Node, outlooks: dict[str, _Outlook], settings: PreferenceSettings) -> NodePairs:
-    children = [(child, outlooks.get(child.tag, _Outlook())) for child in parent.children or []]
-    right = sorted(((c, o) for c, o in children if o.right is not None), key=lambda x: -x[0].q)
-    wrong = sorted(((c, o) for c, o in children if o.wrong is not None), key=lambda x: x[0].q)
-    better = right[: _count(len(wrong), settings.best)]
-    worse = wrong[: _count(len(right), settings.best)]
+def _of_children(parent: Node, right: dict[str, float], wrong: dict[str, float], settings: PreferenceSettings) -> NodePairs:
+    children = parent.children or []
+    leading_right = sorted((child for child in children if child.tag in right), key=lambda child: -child.q)
+    leading_wrong = sorted((child for child in children if child.tag in wrong), key=lambda child: child.q)
+    better = leading_right[: _count(len(leading_wrong), settings.best)]
+    worse = leading_wrong[: _count(len(leading_right), settings.best)]
 
-    def counts(good: tuple[Node, _Outlook], bad: tuple[Node, _Outlook]) -> bool:
-        (winner, above), (loser, below) = good, bad
-        assert above.right is not None and below.wrong is not None
+    def counts(winner: Node, loser: Node) -> bool:
         margin = winner.q - loser.q
         return (
             winner is not loser
             and margin > 0
             and margin >= settings.min_margin
-            and above.right > below.wrong
+            and right[winner.tag] > wrong[loser.tag]
             and differ(_text([winner]), _text([loser]), settings.min_distance)
         )
 
-    pairs = [(i, j) for i, g in enumerate(better) for j, b in enumerate(worse) if counts(g, b)]
-    return without_idle([node for node, _ in better], [node for node, _ in worse], pairs)
+    return without_idle(better, worse, [(i, j) for i, g in enumerate(better) for j, b in enumerate(worse) if counts(g, b)])
 
 
 def _count(of_other_side: int, best: int) -> int:
@@ -134,21 +125,16 @@ def differ(first: str, second: str, least: int) -> bool:
     here, there = Counter(first), Counter(second)
     if max((here - there).total(), (there - here).total()) >= least:
         return True  # every edit changes the counts of letters by at most one on each side
-    return _distance_below(first, second, least) is None
-
-
-def _distance_below(first: str, second: str, limit: int) -> int | None:
-    """The Levenshtein distance when it is below `limit`, else None: only cells near the diagonal are computed."""
-    row = {j: j for j in range(min(limit, len(second) + 1))}
+    # Only cells near the diagonal can be below `least`.
+    row = {j: j for j in range(min(least, len(second) + 1))}
     for i, letter in enumerate(first, 1):
         above, row = row, {}
-        for j in range(max(0, i - limit + 1), min(len(second), i + limit - 1) + 1):
+        for j in range(max(0, i - least + 1), min(len(second), i + least - 1) + 1):
             if j == 0:
                 row[j] = i
                 continue
-            change = above.get(j - 1, limit) + (letter != second[j - 1])
-            row[j] = min(change, above.get(j, limit) + 1, row.get(j - 1, limit) + 1)
-        if min(row.values(), default=limit) >= limit:
-            return None
-    distance = row.get(len(second), limit)
-    return distance if distance < limit else None
+            change = above.get(j - 1, least) + (letter != second[j - 1])
+            row[j] = min(change, above.get(j, least) + 1, row.get(j - 1, least) + 1)
+        if min(row.values(), default=least) >= least:
+            return True
+    return row.get(len(second), least) >= least

@@ -18,15 +18,10 @@ def read_trees(paths: Sequence[str | Path]) -> Iterator[tuple[Path, str, dict[st
             raise DataError(f"tree file {path} does not exist; python -m rstar2_megatron.search writes such files")
         for number, row in TreeFile(path, {}).rows():
             where = f"{path}:{number}"
-            yield path, where, row, _tree(row, where)
-
-
-def _tree(row: dict[str, Any], where: str) -> Tree:
-    try:
-        if row["mode"] != "mcts":
-            raise DataError(f"{where}: a tree of {row['mode']}; only trees of MCTS have the Q of steps")
-        return tree_of(row)
-    except (KeyError, ValueError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"{where}: {' '.join(str(error).split())[:200]}") from None
+            try:
+                tree = tree_of(row)
+            except ValueError as error:
+                raise DataError(f"{where}: {' '.join(str(error).split())[:200]}") from None
+            if (mode := row.get("mode")) != "mcts":
+                raise DataError(f"{where}: a tree of {mode}; only trees of MCTS have the Q of steps")
+            yield path, where, row, tree

@@ -99,7 +99,7 @@ def grow_together(
                 running.remove(i)
                 ended[i] = length[i]
                 budget.release(i)
-        preempted = [int(key) for key in scheduler.preempt()]
+        preempted = [int(key) for key in scheduler.budget.preempt()]
         assert set(preempted) <= running and (not running or len(preempted) < len(running))
         assert all(length[i] <= length[j] for i in preempted for j in running - set(preempted))
         for i in preempted:
@@ -130,9 +130,9 @@ def test_the_youngest_make_room_once_and_are_the_first_to_go_on() -> None:
     count = len(scheduler.admit())
     assert count > 10
     budget.observe(0, {i: 10 + 10 * i for i in range(10)} | dict.fromkeys(range(10, count), 61))
-    preempted = scheduler.preempt()
+    preempted = scheduler.budget.preempt()
     assert preempted[:3] == [0, 1, 2] and budget.running == count
-    assert scheduler.preempt() == []  # those that leave are not asked twice
+    assert scheduler.budget.preempt() == []  # those that leave are not asked twice
     for i in preempted:
         assert isinstance(i, int)
         scheduler.requeue(Admission(i, i, 10, 510, 10 + 10 * i))
