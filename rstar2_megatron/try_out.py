@@ -26,13 +26,13 @@ from rstar2_megatron.extension.positional import known_as
 from rstar2_megatron.extension.user_code import FOLDERS, UserCode, UserCodeError
 from rstar2_megatron.reward.own import is_reward
 from rstar2_megatron.reward.rewards import Rewards
-from rstar2_megatron.rollout.conversation import Conversations
 from rstar2_megatron.rollout.dialogue import Dialogue
 from rstar2_megatron.rollout.own_tool import OwnTool
 from rstar2_megatron.rollout.stats import RolloutStats
 from rstar2_megatron.rollout.tool import Judge
 from rstar2_megatron.rollout.tool_call import CallStatus, ParsedCall, check_call
 from rstar2_megatron.rollout.tool_runner import ToolRunner
+from rstar2_megatron.rollout.turn_loops import TurnLoops
 from rstar2_megatron.settings.load import users_path
 from rstar2_megatron.settings.schema import AgentLoopSettings, OwnToolSettings, RewardSettings
 from rstar2_megatron.tools import required_parameters
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     read_as = ""
     try:
         code = UserCode.model_validate(words.code, context={FOLDERS: [users_path(".").resolve()]})
-        kind = "reward" if is_reward(code.load()) else _conversation_kind(code.load())
+        kind = "reward" if is_reward(code.load()) else _loop_kind(code.load())
         if kind:
             _check_keys(words.args)
         if kind == "reward":
@@ -69,8 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return asyncio.run(_try_reward(rewards, code, words.args, words.extra))
         if kind:
             limits = {"environment_timeout_s": words.timeout_s, "environment_settings": words.settings}
-            conversations = Conversations(AgentLoopSettings.model_validate({kind: code, **limits}))
-            return asyncio.run(_try_conversation(conversations, words.args, words.extra))
+            loops = TurnLoops(AgentLoopSettings.model_validate({kind: code, **limits}))
+            return asyncio.run(_try_turns(loops, words.args, words.extra))
         read_as = " (read as a tool: a reward has the parameters problem and trajectory, or verl's)"
         settings = OwnToolSettings(use=code, settings=words.settings, timeout_s=words.timeout_s)
         tool = OwnTool(settings, AgentLoopSettings())
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return asyncio.run(_try(tool, words.args, Problem("try_out", [{"role": "user", "content": ""}], [], extra=words.extra)))
 
 
-def _conversation_kind(code: Any) -> str:
+def _loop_kind(code: Any) -> str:
     """environment, loop, or ""."""
     if inspect.isclass(code) and hasattr(code, "reset") and hasattr(code, "step"):
         return "environment"
@@ -95,7 +95,7 @@ def _conversation_kind(code: Any) -> str:
 
 
 class _Turns:
-    """Turns that are given, in place of a model's (`rollout.dialogue.Turns`)."""
+    """Turns that are given, in place of a model's (`rollout.dialogue.EngineSide`)."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self.trajectory = Trajectory("try_out", 0)
@@ -141,16 +141,16 @@ def _solutions(given: dict[str, Any]) -> list[str]:
     return [str(one) for one in (value if isinstance(value, list) else [value])]
 
 
-async def _try_conversation(conversations: Conversations, calls: Sequence[dict[str, Any]], extra: dict[str, Any]) -> int:
+async def _try_turns(loops: TurnLoops, calls: Sequence[dict[str, Any]], extra: dict[str, Any]) -> int:
     solutions = next((_solutions(given) for given in calls if "solutions" in given), [])
     problem = Problem("try_out", [{"role": "user", "content": "(the problem)"}], solutions, extra=extra)
     try:
         turns = _Turns([str(given.get("response", "")) for given in calls])
         deadline = time.monotonic() + _DEADLINE_S
-        async with conversations.begin(problem, deadline, turns.trajectory.note_failed_close) as conversation:
-            print(conversation.problem.prompt[-1]["content"])
-            dialogue = Dialogue(turns, conversation.label)
-            reward = await conversation.run(dialogue)
+        async with loops.begin(problem, deadline, turns.trajectory.note_failed_close) as turn_loop:
+            print(turn_loop.problem.prompt[-1]["content"])
+            dialogue = Dialogue(turns, turn_loop.label)
+            reward = await turn_loop.run(dialogue)
     except UserCodeError as error:
         print(f"\nthe trajectory is dropped:\n    {error}")
         return 1

@@ -1,4 +1,4 @@
-"""Agent loop of one engine: generate a turn, parse its tool calls, run them, append the responses, repeat.
+"""Runs trajectories on one engine: each turn's generation and tool calls; `turn_loops` composes the turns.
 
 Tokens in, tokens out. Generated token ids are appended unchanged, tool responses are tokenised once, and text is decoded
 only to find tool calls. A trajectory can be parked at any token and resumed later, under newer weights.
@@ -19,7 +19,6 @@ import numpy as np
 from rstar2_megatron.extension.user_code import UserCodeError
 from rstar2_megatron.records.trace import TRACE
 from rstar2_megatron.rollout.chat import ChatTemplate
-from rstar2_megatron.rollout.conversation import Conversations
 from rstar2_megatron.rollout.dialogue import Dialogue
 from rstar2_megatron.rollout.engine.client import EngineClient
 from rstar2_megatron.rollout.engine.protocol import INTERRUPTED, EngineError, EngineLost, GenerateResult, GenerationTimeout
@@ -29,6 +28,7 @@ from rstar2_megatron.rollout.stats import RolloutStats
 from rstar2_megatron.rollout.tool import Judge
 from rstar2_megatron.rollout.tool_call import ParsedCall, check_call
 from rstar2_megatron.rollout.tool_runner import ToolRunner
+from rstar2_megatron.rollout.turn_loops import TurnLoops
 from rstar2_megatron.settings.schema import AgentLoopSettings, RolloutSettings, SamplingParams
 from rstar2_megatron.trajectory import FinishReason, Problem, ToolCall, ToolOutcome, Trajectory, VersionSpan
 
@@ -86,7 +86,7 @@ class AgentLoop:
 
     def __post_init__(self, judge: Judge) -> None:
         self.tools = ToolRunner(judge, self.settings, self.template.tools)
-        self.conversations = Conversations(self.settings)
+        self.turn_loops = TurnLoops(self.settings)
 
     @classmethod
     def of(
@@ -140,14 +140,14 @@ class AgentLoop:
         trajectory = resume or Trajectory(problem.query_id, rollout_index)
         try:
             deadline = started + self.timeout_s - trajectory.seconds
-            async with self.conversations.begin(problem, deadline, trajectory.note_failed_close) as conversation:
-                trajectory.opening = conversation.opening
+            async with self.turn_loops.begin(problem, deadline, trajectory.note_failed_close) as turn_loop:
+                trajectory.opening = turn_loop.opening
                 if not len(trajectory.prompt_ids):
-                    trajectory.prompt_ids = np.array(self.template.prompt_ids(conversation.problem), np.int32)
+                    trajectory.prompt_ids = np.array(self.template.prompt_ids(turn_loop.problem), np.int32)
                 self.tools.expect(trajectory)
-                turns = Turns(self, problem, trajectory, deadline, on_progress, preemption, one_turn, number)
-                dialogue = Dialogue(turns, conversation.label)
-                trajectory.environment_reward = await conversation.run(dialogue)  # what is recorded already is replayed
+                turns = RunningTrajectory(self, problem, trajectory, deadline, on_progress, preemption, one_turn, number)
+                dialogue = Dialogue(turns, turn_loop.label)
+                trajectory.environment_reward = await turn_loop.run(dialogue)  # what is recorded already is replayed
                 trajectory.finish_reason = dialogue.ending
         except Parked:
             parked = not self.cutting
@@ -178,8 +178,8 @@ class AgentLoop:
 
 
 @dataclass(eq=False)
-class Turns:
-    """The state of one running trajectory."""
+class RunningTrajectory:
+    """The engine's and the tools' side of one trajectory while it runs."""
 
     loop: AgentLoop
     problem: Problem

@@ -106,7 +106,7 @@ class Wording(NamedTuple):
         )
 
 
-class Turns(NamedTuple):
+class TurnMarks(NamedTuple):
     """The texts that a tokenizer's format has around what is said."""
 
     end: str
@@ -148,7 +148,7 @@ class ChatTemplate:
                     "agentloop.tool_call_format=auto, but agentloop.chat_template shows no known form of a tool call"
                 )
         self.call_format = form
-        self.turns = Turns(TURN_END, f"\n{TURN_START}user\n", f"{TURN_END}\n") if chatml else self._turns_of_template()
+        self.turns = TurnMarks(TURN_END, f"\n{TURN_START}user\n", f"{TURN_END}\n") if chatml else self._turns_of_template()
         self._ends = [self.turns.end]
         if form == "llama3" and len(self._encode(_END_OF_MESSAGE)) == 1:
             self._ends.append(_END_OF_MESSAGE)
@@ -180,7 +180,7 @@ class ChatTemplate:
             raise ValueError(f"agentloop.chat_template=tokenizer, but the tokenizer's chat template {fault}")
         return own
 
-    def _turns_of_template(self) -> Turns:
+    def _turns_of_template(self) -> TurnMarks:
         said = [{"role": "user", "content": _ASKED}, {"role": "assistant", "content": _SAID}]
         told = [*said, {"role": "user", "content": _TOLD}]
         ended = self._render(said, opened=False).rpartition(_SAID)[2]
@@ -193,7 +193,7 @@ class ChatTemplate:
                 f"the chat template ends an assistant's turn by {ended!r}, which does not begin with one token that a "
                 "tool's response can follow; give agentloop.chat_template a template that does"
             )
-        return Turns(end, before, after.removesuffix(opening))
+        return TurnMarks(end, before, after.removesuffix(opening))
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))

@@ -24,7 +24,7 @@ class Left(BaseException):
     """Ends the loop's code from inside a call of it. No `except Exception` holds it up."""
 
 
-class Turns(Protocol):
+class EngineSide(Protocol):
     """The engine's side of one running trajectory (`agent_loop`)."""
 
     trajectory: Trajectory
@@ -47,7 +47,7 @@ class Turns(Protocol):
 class Dialogue:
     """One trajectory's conversation."""
 
-    def __init__(self, turns: Turns, label: str = "") -> None:
+    def __init__(self, turns: EngineSide, label: str = "") -> None:
         """label: of the user's code, for its errors."""
         self.reward: float | None = None
         """What `reward.function=environment` takes. The loop sets it."""

@@ -25,8 +25,8 @@ from rstar2_megatron.records.disk import nearest_existing
 from rstar2_megatron.records.trajectory_files import rollouts_path
 from rstar2_megatron.reward.answer_text import worked_note
 from rstar2_megatron.reward.own import OwnReward
-from rstar2_megatron.rollout.conversation import Conversations
 from rstar2_megatron.rollout.tool_set import tools_of
+from rstar2_megatron.rollout.turn_loops import TurnLoops
 from rstar2_megatron.runs.inputs.output_directory import output_problems, run_directory
 from rstar2_megatron.runs.stopping import condition_problems
 from rstar2_megatron.search.preference.trees import read_trees
@@ -130,7 +130,7 @@ def tool_problems(settings: Settings) -> Iterator[str]:
         yield f"agentloop.tools: {str(error).removeprefix('agentloop.tools ')}"
     agentloop = settings.agentloop
     try:
-        Conversations(agentloop)
+        TurnLoops(agentloop)
     except ValueError as error:
         yield f"agentloop.{'environment' if agentloop.environment else 'loop'}: {error}"
     gives_reward = agentloop.environment is not None or agentloop.loop is not None

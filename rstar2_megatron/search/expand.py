@@ -54,8 +54,8 @@ class Expander:
         Raises ExpansionSpoiled when the environment cannot begin.
         """
         try:
-            async with self.loop.conversations.begin(problem, time.monotonic() + self.loop.timeout_s) as conversation:
-                return self.loop.template.prompt_ids(conversation.problem)
+            async with self.loop.turn_loops.begin(problem, time.monotonic() + self.loop.timeout_s) as turn_loop:
+                return self.loop.template.prompt_ids(turn_loop.problem)
         except UserCodeError as error:
             raise ExpansionSpoiled(f"{problem.query_id}: {error}") from error
 

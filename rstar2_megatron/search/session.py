@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from rstar2_megatron.evaluation.services import SamplingSettings, Services, running_services
 from rstar2_megatron.records.whole_file import write_jsonl
 from rstar2_megatron.rollout.chat import ChatTemplate
-from rstar2_megatron.rollout.conversation import Conversations
+from rstar2_megatron.rollout.turn_loops import TurnLoops
 from rstar2_megatron.search.expand import Expander
 from rstar2_megatron.search.preference.reward_model import RewardModelScorer, identity_of, policy_rollout, running_scorers
 from rstar2_megatron.search.solver import SearchProgress, Solver
@@ -84,12 +84,12 @@ def write_conversations(problems: Sequence[Problem], sampling: SamplingSettings,
 
 async def _conversations(problems: Sequence[Problem], sampling: SamplingSettings, trees: Path) -> list[dict[str, Any]]:
     tokenizer: Any = AutoTokenizer.from_pretrained(sampling.rollout.model.model_path)
-    template, conversations = ChatTemplate(tokenizer, sampling.agentloop), Conversations(sampling.agentloop)
+    template, loops = ChatTemplate(tokenizer, sampling.agentloop), TurnLoops(sampling.agentloop)
     by_id = {problem.query_id: problem for problem in problems}
     rows = []
     for _, row in TreeFile(trees, {}).rows():
         if (problem := by_id.get(row["query_id"])) is not None:
-            async with conversations.begin(problem, math.inf) as begun:
+            async with loops.begin(problem, math.inf) as begun:
                 for leaf in best_right(tree_of(row)):
                     segments = conversation(template, begun.problem, leaf.steps)
                     rows.append({"segments": [[text, int(trained)] for text, trained in segments]})

@@ -14,8 +14,8 @@ import pytest
 from rstar2_megatron.extension.user_code import UserCode, UserCodeError
 from rstar2_megatron.reward.rewards import Rewards
 from rstar2_megatron.rollout.agent_loop import OneTurn
-from rstar2_megatron.rollout.conversation import Conversations
 from rstar2_megatron.rollout.engine.protocol import GenerateResult
+from rstar2_megatron.rollout.turn_loops import TurnLoops
 from rstar2_megatron.settings.schema import AgentLoopSettings, RewardSettings
 from rstar2_megatron.trajectory import FinishReason, Problem, Trajectory
 from tests.rollout.written import (
@@ -448,7 +448,7 @@ async def test_wrong_loops_are_told(tokenizer: Any, code: Any, name: str, said: 
 def test_what_is_no_environment_or_loop_is_refused_before_a_run(code: Any, settings: dict[str, Any], said: str) -> None:
     named = {key: code(value) if key != "environment_settings" else value for key, value in settings.items()}
     with pytest.raises(UserCodeError) as refused:
-        Conversations(AgentLoopSettings(**named))
+        TurnLoops(AgentLoopSettings(**named))
     assert said in str(refused.value)
 
 

@@ -25,7 +25,7 @@ from rstar2_megatron.trajectory import FinishReason, Problem
 
 
 @dataclass(frozen=True)
-class Conversation:
+class TurnLoop:
     """How the turns of one trajectory are composed."""
 
     problem: Problem  # as the prompt states it
@@ -51,7 +51,7 @@ class Conversation:
         return 0.0 if cut and self.label else None  # a limit ended the loop before it had earned anything
 
 
-class Conversations:
+class TurnLoops:
     """Begins a trajectory's conversation, by `agentloop.environment` or `agentloop.loop`. Raises UserCodeError."""
 
     def __init__(self, settings: AgentLoopSettings) -> None:
@@ -66,15 +66,15 @@ class Conversations:
     @contextlib.asynccontextmanager
     async def begin(
         self, problem: Problem, deadline: float, note_failed_close: Callable[[str, str], None] = lambda error, kind: None
-    ) -> AsyncIterator[Conversation]:
+    ) -> AsyncIterator[TurnLoop]:
         """deadline: of the trajectory, by `time.monotonic`. Behind it the environment is closed."""
         if self._code is None:
-            yield Conversation(problem, _call_tools)
+            yield TurnLoop(problem, _built_in)
             return
         problem = copy.deepcopy(problem)  # the user's code may change it, and other trajectories have the same
         user = _UsersCode(self._code, self._settings.environment_timeout_s, deadline)
         if self._settings.environment is None:
-            yield Conversation(problem, functools.partial(_own_loop, user, self._target, problem), user.label)
+            yield TurnLoop(problem, functools.partial(_own_loop, user, self._target, problem), user.label)
             return
         environment = await user.call(self._target, **self._settings.environment_settings)
         try:
@@ -87,7 +87,7 @@ class Conversations:
                 last = max(i for i, message in enumerate(prompt) if message["role"] == "user")
                 prompt[last]["content"] += f"\n\n{words}"
                 problem = replace(problem, prompt=prompt)
-            yield Conversation(problem, functools.partial(_play, user, environment.step), user.label, words)
+            yield TurnLoop(problem, functools.partial(_play, user, environment.step), user.label, words)
         finally:
             if callable(closing := getattr(environment, "close", None)):
                 try:
@@ -96,7 +96,7 @@ class Conversations:
                     note_failed_close(str(error), error.kind)
 
 
-async def _call_tools(dialogue: Dialogue) -> None:
+async def _built_in(dialogue: Dialogue) -> None:
     """The built-in loop: turns and tool calls, until a turn without a call."""
     await dialogue.generate()
     while await dialogue.call_tools():
@@ -107,7 +107,7 @@ async def _play(user: _UsersCode, step: Callable[[str], Any], dialogue: Dialogue
     """An environment answers each turn that calls no tool."""
     dialogue.reward = 0.0
     while True:
-        await _call_tools(dialogue)
+        await _built_in(dialogue)
         observation, reward, done = _step(await user.call(step, dialogue.text), user)
         dialogue.reward += reward
         if done:
