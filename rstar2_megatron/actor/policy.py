@@ -45,7 +45,6 @@ class Policy:
         cpu_megatron.repair_router_without_engine()
         config, chunks = build_chunks(model, actor.model, implementation, device)
         load_hf_weights([unwrap(chunk) for chunk in chunks], model, model_path)
-        cpu_megatron.repair_torch_adam_checkpoints()
         self.chunks = wrap_ddp(config, chunks, actor.optim)
         self.reset_optimizer(actor.optim)
         self.context = PackContext(
