@@ -139,7 +139,7 @@ class RLRun(ClusterRun):
         end = DriverEnd(self.cluster.channel, self.rollout, self.reward, settings.runner)
         self.coordinator = RolloutCoordinator(end, settings)
         self._closing.append(lambda: self._publish_checkpoint(_LAST_PUBLISH_S))
-        self._closing.append(self.coordinator.close)
+        self._closing.append(end.close)
         self.coordinator.end.check_services = self.judge.check
         self.trainer = Trainer(
             settings, self.actor, self.rollout, self.coordinator, device=self.cluster.device, colocated=colocated
@@ -306,7 +306,7 @@ class RLRun(ClusterRun):
         """Save after training on `groups`, while the actor is still awake."""
         self._updated |= updated
         usable = next((group.usable for group in groups if group.usable), [])
-        self._scored = [train_sequence(trajectory, 0.0) for trajectory in usable]
+        self._scored = [train_sequence(trajectory) for trajectory in usable]
         if save:
             self._save(step)
 

@@ -192,7 +192,7 @@ class Trainer:
         return logprobs
 
     def _score(self, shown: Sequence[ShownGroup]) -> None:
-        sequences = [train_sequence(t, 0.0) for group in shown for t in group.trajectories]
+        sequences = [train_sequence(t) for group in shown for t in group.trajectories]
         if not sequences:
             return
         logprobs = iter(self.score(sequences))
