@@ -122,7 +122,7 @@ class PendingSave:
         """Wait for the files and rename the directory to its final name; collective. Raises NotWritten."""
         self._thread.join()
         failed = torch.tensor([int(self._failure is not None)])
-        dist.all_reduce(failed, group=_host_group())
+        dist.all_reduce(failed)  # of a CPU tensor: the world group has a gloo backend also on CUDA
         if int(failed):
             raise not_written(self._final) from self._failure
         try:
@@ -152,11 +152,6 @@ def _live_storages(chunks: list[Any], optimizer: Any) -> set[int]:
             tensors += [p for group in part.optimizer.param_groups for p in group["params"]]
             tensors += [t for state in part.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
-
-
-def _host_group() -> Any:
-    """The world group: it reduces CPU tensors, because it has a gloo backend also on CUDA."""
-    return dist.group.WORLD
 
 
 def replace_directory(partial: Path, final: Path) -> None:
@@ -293,7 +288,7 @@ def _load_in_pieces(path: Path, items: Iterable[tuple[PutState, Any]]) -> None:
         pieces[-1] += together
         size += more
     count = torch.tensor([len(pieces)])
-    dist.all_reduce(count, dist.ReduceOp.MAX, group=_host_group())
+    dist.all_reduce(count, dist.ReduceOp.MAX)
     pieces += [[] for _ in range(int(count) - len(pieces))]
     for piece in pieces:
         wanted = {str(n): dict_list_map_outplace(_with_memory, tensors) for n, (_, tensors) in enumerate(piece)}

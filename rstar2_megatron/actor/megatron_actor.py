@@ -134,9 +134,8 @@ class MegatronActor:
 
     def close(self) -> None:
         """Finish a pending checkpoint and leave the process group; collective. Safe to call twice."""
-        if dist.is_initialized():
-            self.finish_checkpoint()
-            process_groups.leave()
+        self.finish_checkpoint()
+        process_groups.leave()
 
     # ------------------------------------------------------------------------------------------------ steps
 
