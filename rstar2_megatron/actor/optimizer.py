@@ -98,14 +98,10 @@ def optimizer_step(optimizer: Any, lr: float, optim: OptimSettings) -> tuple[boo
         scale = optim.clip_grad / (norm + 1e-6)
         for part in optimizer.chained_optimizers:  # one for dense weights, one for experts under EP
             for parameter in part.get_parameters():
-                gradient = _gradient(parameter)
+                # `decoupled_grad` with the optimizer on the host, because `.grad` must be on the parameter's device
+                gradient = getattr(parameter, "decoupled_grad", None)
+                gradient = parameter.grad if gradient is None else gradient
                 if gradient is not None:
                     gradient.mul_(scale)
     optimizer.step_with_ready_grads()
     return True, norm
-
-
-def _gradient(parameter: Any) -> Any:
-    """The gradient: `decoupled_grad` with the optimizer on the host, because `.grad` must be on the parameter's device."""
-    decoupled = getattr(parameter, "decoupled_grad", None)
-    return parameter.grad if decoupled is None else decoupled

@@ -1,6 +1,6 @@
 """One rank's share of the policy, or of a reward model: model chunks, optimizer, forward and backward passes.
 
-Methods are collective over the actor's ranks unless their docstring says "Local".
+Methods are collective over the actor's ranks.
 """
 
 from __future__ import annotations
@@ -63,11 +63,6 @@ class Policy:
         self.optim = optim
         self.optimizer: Any = None  # free the old state before the new one is allocated
         self.optimizer = build_optimizer(self.chunks, optim, self.precision)
-
-    @property
-    def num_parameters(self) -> int:
-        """Parameters that this rank holds. Local."""
-        return sum(p.numel() for chunk in self.chunks for p in chunk.parameters())
 
     # -------------------------------------------------------------------------------------- running
 

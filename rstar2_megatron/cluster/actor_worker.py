@@ -51,7 +51,7 @@ class ActorWorker(TracedWorker, Worker):
         """Node and accelerators of this rank."""
         return Place(self._cluster_node_rank, tuple(self.global_accelerator_ids))
 
-    def initialize(self, model_path: str, init_method: str, device: Literal["cpu", "cuda"]) -> dict[str, Any]:
+    def initialize(self, model_path: str, init_method: str, device: Literal["cpu", "cuda"]) -> int:
         """Build the Megatron model from the Hugging Face directory `model_path`. Collective."""
         kind = ScoreActor if self._settings.runner.task_type == "preference" else MegatronActor
         self._actor = kind(

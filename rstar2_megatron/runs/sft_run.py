@@ -108,8 +108,8 @@ class SFTRun(ClusterRun):
         self.signals.install()
         self.actor = self.cluster.launch_actor()
         address = self.actor.call("rendezvous_address", timeout_s=timeout, ranks=[0])[0]
-        figures = self.actor.call("initialize", model, address, self.cluster.device, timeout_s=timeout)[0]
-        self._say(f"ready: {figures['actor/parameters'] / 1e6:.2f} M parameters on {len(self.actor)} actor ranks")
+        parameters = self.actor.call("initialize", model, address, self.cluster.device, timeout_s=timeout)[0]
+        self._say(f"ready: {parameters / 1e6:.2f} M parameters on {len(self.actor)} actor ranks")
         self.log = MetricLogger(self.cluster.config)
         self._closing.append(self.log.finish)
         self._lap = time.perf_counter()
