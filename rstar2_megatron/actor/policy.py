@@ -82,7 +82,6 @@ class Policy:
         the loss function with `grad_norm` (before clipping) and `lr`.
         """
         for chunk in self.chunks:
-            chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         results = self._run(sequences, plan, loss, self._trained, temperature, forward_only=False)
@@ -96,8 +95,6 @@ class Policy:
         self, sequences: Sequence[TrainSequence], plan: MicroBatchPlan, loss: LossFunction, *, temperature: float
     ) -> dict[str, float]:
         """The loss function's reduced sums and maxima under the current weights; nothing is updated."""
-        for chunk in self.chunks:
-            chunk.eval()
         return self._reduced(self._run(sequences, plan, loss, self._trained, temperature, forward_only=True))
 
     @torch.no_grad()
@@ -106,8 +103,6 @@ class Policy:
     ) -> FlatLogProbs:
         """Log-probs (of a reward model: scores) of the wanted tokens, 0.0 for other tokens, identical on all ranks."""
         scores = FlatLogProbs([s.length for s in sequences], self.device)
-        for chunk in self.chunks:
-            chunk.eval()
 
         def keep(batch: Any, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             scores.put(batch.sequence, batch.place, output[0])
@@ -130,6 +125,8 @@ class Policy:
         forward_only: bool,
     ) -> list[dict[str, Tensor]]:
         """Run this rank's micro-batches through the pipeline. Returns the named values of `loss` for each micro-batch."""
+        for chunk in self.chunks:
+            chunk.train(not forward_only)
         own = plan.microbatches[parallel_state.get_data_parallel_rank()]
         each = (build_microbatch(sequences, members, self.context, wanted) for members in own)  # built when it is needed
         first = next(each)
