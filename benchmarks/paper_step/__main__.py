@@ -122,7 +122,7 @@ def rehearse(options: argparse.Namespace, directory: Path) -> Iterator[dict[str,
             messages.clear()
             result = measure(trainer, step, ProblemLoader(problems[:count], data), processes, options)
             yield {**result, "messages": dict(messages)}
-        coordinator.close()
+        coordinator.end.close()
     finally:
         cluster.close()
 

@@ -13,6 +13,7 @@ import random
 import shutil
 import threading
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,11 +35,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from rstar2_megatron.actor.network.model import unwrap
 from rstar2_megatron.actor.optimizer_state import (
     PutState,
+    begin_torch_adam,
     check_state_fits_weights,
     copy_views,
     gather,
     gathered_by,
-    positions_without_padding,
+    separate_steps,
     shapes,
     take_held_states,
 )
@@ -77,31 +79,16 @@ class _ThreadedSave(TorchDistSaveShardedStrategy):
 
 def _write_in_threads(transforms: list[Any], rank: int, buckets: list[Any], results: queue.Queue[Any]) -> None:
     """Write each bucket (one file) in a thread; put {bucket: write results} or the exception on `results`."""
+    write = filesystem_async.FileSystemWriterAsync.write_preloaded_data
     done: queue.Queue[Any] = queue.Queue()
-    tokens: queue.Queue[int] = queue.Queue()
-    threads = []
-    for number, bucket in enumerate(buckets):
-        tokens.put(number)
-        keywords = {
-            "local_proc_idx": number,
-            "write_bucket": bucket,
-            "results_queue": done,
-            "count_queue": tokens,
-            "use_fsync": True,
-        }
-        write = filesystem_async.FileSystemWriterAsync.write_preloaded_data
-        threads.append(threading.Thread(target=write, args=(transforms,), kwargs=keywords))
-        threads[-1].start()
-    for thread in threads:
-        thread.join()
-    written: dict[int, Any] = {}
-    for _ in buckets:
-        number, outcome = done.get_nowait()
-        if isinstance(outcome, Exception):
-            results.put(outcome)
-            return
-        written[number] = outcome
-    results.put(written)
+    tokens: queue.Queue[int] = queue.Queue()  # one for each bucket that is not written
+    with ThreadPoolExecutor(len(buckets)) as threads:
+        for number, bucket in enumerate(buckets):
+            tokens.put(number)
+            threads.submit(write, transforms, number, bucket, done, tokens, use_fsync=True)
+    written = dict(done.get_nowait() for _ in buckets)
+    failures = [outcome for outcome in written.values() if isinstance(outcome, Exception)]
+    results.put(failures[0] if failures else written)
 
 
 class PendingSave:
@@ -135,7 +122,7 @@ class PendingSave:
         """Wait for the files and rename the directory to its final name; collective. Raises NotWritten."""
         self._thread.join()
         failed = torch.tensor([int(self._failure is not None)])
-        dist.all_reduce(failed, group=_host_group())
+        dist.all_reduce(failed)  # of a CPU tensor: the world group has a gloo backend also on CUDA
         if int(failed):
             raise not_written(self._final) from self._failure
         try:
@@ -167,11 +154,6 @@ def _live_storages(chunks: list[Any], optimizer: Any) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
-def _host_group() -> Any:
-    """The world group: it reduces CPU tensors, because it has a gloo backend also on CUDA."""
-    return dist.group.WORLD
-
-
 def replace_directory(partial: Path, final: Path) -> None:
     """Rename `partial` to `final`. The previous `final` is deleted only after the rename."""
     previous = final.with_name(final.name + ".old")
@@ -188,7 +170,8 @@ def _sharded_state(chunks: list[Any], optimizer: Any, *, loading: bool) -> dict[
         whole = unwrap(chunk).sharded_state_dict(metadata=dict(_METADATA))
         # TransformerEngine's scaling factors of FP8, empty here, are left out: a run may go on without it, and with it.
         state[_model_key(chunks, number)] = {name: tensor for name, tensor in whole.items() if "_extra_state" not in name}
-    with positions_without_padding(chunks), gathered_by(shapes if loading else gather, optimizer):
+    begin_torch_adam(optimizer)
+    with gathered_by(shapes if loading else gather, optimizer):
         state["optimizer"] = optimizer.sharded_state_dict(dict(state), is_loading=loading, metadata=dict(_METADATA))
     return state
 
@@ -277,6 +260,7 @@ def load(directory: str | Path, chunks: list[Any], optimizer: Any) -> None:
             _load_in_pieces(path, [(functools.partial(_put_weight, chunk, name), w) for name, w in weights.items()])
         held = take_held_states(optimizer, state["optimizer"])
         optimizer.load_state_dict(dist_checkpointing.load(state, str(path))["optimizer"])
+        separate_steps(optimizer)
         _load_in_pieces(path, held)
         check_state_fits_weights(str(path), chunks, optimizer)
         file = path / _RANDOM / _random_file()
@@ -304,7 +288,7 @@ def _load_in_pieces(path: Path, items: Iterable[tuple[PutState, Any]]) -> None:
         pieces[-1] += together
         size += more
     count = torch.tensor([len(pieces)])
-    dist.all_reduce(count, dist.ReduceOp.MAX, group=_host_group())
+    dist.all_reduce(count, dist.ReduceOp.MAX)
     pieces += [[] for _ in range(int(count) - len(pieces))]
     for piece in pieces:
         wanted = {str(n): dict_list_map_outplace(_with_memory, tensors) for n, (_, tensors) in enumerate(piece)}

@@ -79,9 +79,11 @@ class MegatronActor:
 
     # ------------------------------------------------------------------------------------------ start, stop
 
-    def initialize(self) -> dict[str, float]:
-        """Join the process group, build the model, load its weights, make the optimizer; collective."""
-        started = time.monotonic()
+    def initialize(self) -> int:
+        """Join the process group, build the model, load its weights, make the optimizer; collective.
+
+        Returns the model's number of parameters, over all ranks.
+        """
         process_groups.join(
             self.actor,
             self.layout,
@@ -94,11 +96,7 @@ class MegatronActor:
 
         self.policy = Policy(self.model_config, self.layout, self.actor, self.model_path, self.device)
         self.policy.sums += tuple(name for name in self._loss_values if name not in SUMS)
-        return {
-            "actor/parameters": float(self.model_config.num_parameters),
-            "actor/parameters_this_rank": float(self.policy.num_parameters),
-            "actor/initialize_seconds": time.monotonic() - started,
-        }
+        return self.model_config.num_parameters
 
     def reset_optimizer(self, optim: OptimSettings, lr_sched: LrSchedSettings, max_optimizer_steps: int) -> None:
         """Replace the optimizer by a new one with other settings, at step 0 (between SFT phases and RL); collective.
@@ -134,9 +132,8 @@ class MegatronActor:
 
     def close(self) -> None:
         """Finish a pending checkpoint and leave the process group; collective. Safe to call twice."""
-        if dist.is_initialized():
-            self.finish_checkpoint()
-            process_groups.leave()
+        self.finish_checkpoint()
+        process_groups.leave()
 
     # ------------------------------------------------------------------------------------------------ steps
 

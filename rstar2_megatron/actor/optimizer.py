@@ -32,18 +32,17 @@ def learning_rate(step: int, optim: OptimSettings, schedule: LrSchedSettings, ma
 
 def wrap_ddp(config: TransformerConfig, chunks: list[Any], optim: OptimSettings) -> list[Any]:
     """Wrap the model chunks in DDP and give the pipeline schedules its synchronisation functions."""
-    distributed = optim.use_distributed_optimizer
-    gather = optim.overlap_param_gather and distributed
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        use_distributed_optimizer=distributed,
-        overlap_grad_reduce=optim.overlap_grad_reduce or gather,
-        overlap_param_gather=gather,
+        use_distributed_optimizer=optim.use_distributed_optimizer,
+        overlap_grad_reduce=optim.overlap_grad_reduce or optim.overlap_param_gather,
+        overlap_param_gather=optim.overlap_param_gather,
     )
     wrapped = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
     if ddp.overlap_grad_reduce:
-        config.no_sync_func = _one_or_all([chunk.no_sync for chunk in wrapped])  # type: ignore[assignment]
+        config.no_sync_func = wrapped[0].no_sync
         if len(wrapped) > 1:
+            config.no_sync_func = [chunk.no_sync for chunk in wrapped]  # type: ignore[assignment]
             config.grad_sync_func = [chunk.start_grad_sync for chunk in wrapped]  # type: ignore[assignment]
     # The loss of every micro-batch is already divided by the global token count, so gradients are not scaled.
     config.finalize_model_grads_func = _finalize_without_scaling  # type: ignore[assignment]
@@ -52,10 +51,6 @@ def wrap_ddp(config: TransformerConfig, chunks: list[Any], optim: OptimSettings)
 
 def _finalize_without_scaling(model: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
     finalize_model_grads(model, None, **kwargs)
-
-
-def _one_or_all(functions: list[Any]) -> Any:
-    return functions if len(functions) > 1 else functions[0]
 
 
 def build_optimizer(chunks: list[Any], optim: OptimSettings, precision: str) -> Any:
@@ -75,7 +70,7 @@ def build_optimizer(chunks: list[Any], optim: OptimSettings, precision: str) -> 
         bf16=precision == "bf16",
         params_dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
         use_distributed_optimizer=optim.use_distributed_optimizer,
-        overlap_param_gather=optim.overlap_param_gather and optim.use_distributed_optimizer,
+        overlap_param_gather=optim.overlap_param_gather,
     )
     optimizer = get_megatron_optimizer(config, chunks)
     if optim.optimizer_cpu_offload:
@@ -103,14 +98,10 @@ def optimizer_step(optimizer: Any, lr: float, optim: OptimSettings) -> tuple[boo
         scale = optim.clip_grad / (norm + 1e-6)
         for part in optimizer.chained_optimizers:  # one for dense weights, one for experts under EP
             for parameter in part.get_parameters():
-                gradient = _gradient(parameter)
+                # `decoupled_grad` with the optimizer on the host, because `.grad` must be on the parameter's device
+                gradient = getattr(parameter, "decoupled_grad", None)
+                gradient = parameter.grad if gradient is None else gradient
                 if gradient is not None:
                     gradient.mul_(scale)
     optimizer.step_with_ready_grads()
     return True, norm
-
-
-def _gradient(parameter: Any) -> Any:
-    """The gradient: `decoupled_grad` with the optimizer on the host, because `.grad` must be on the parameter's device."""
-    decoupled = getattr(parameter, "decoupled_grad", None)
-    return parameter.grad if decoupled is None else decoupled

@@ -1,4 +1,4 @@
-"""Optimizer state in checkpoints: corrected positions for megatron-core's gathered state, and a check against the weights.
+"""Optimizer state in checkpoints: gathered and loaded a parameter at a time, and a check against the weights.
 
 Line numbers refer to megatron-core 0.16.1.
 """
@@ -19,40 +19,29 @@ from torch import Tensor
 from rstar2_megatron.actor.network.model import unwrap
 
 _STATES = ("param", "exp_avg", "exp_avg_sq")
-Position = tuple[int, int, int]
-"""(start, end, bucket) of a parameter in its buffer, in elements."""
 
 
-@contextmanager
-def positions_without_padding(chunks: list[Any]) -> Iterator[None]:
-    """Context in which megatron-core splits gathered optimizer state at the correct positions.
-
-    The distributed optimizer gathers a buffer's masters and moments without the padding between buckets
-    (distrib_optimizer.py:1090), but splits them at positions that include this padding (:1494). Without this context every
-    parameter after a padded bucket would be saved shifted, and a resumed run would train shifted weights. Several buckets
-    exist with overlapped communication and with a tied embedding in a pipeline.
-    """
-    buffers = [buffer for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    padded = [buffer.param_index_map for buffer in buffers]
-    try:
-        for buffer in buffers:
-            buffer.param_index_map = _unpadded_positions(buffer)
-        yield
-    finally:
-        for buffer, positions in zip(buffers, padded, strict=True):
-            buffer.param_index_map = positions
+def begin_torch_adam(optimizer: Any) -> None:
+    """Give torch's AdamW the state that it has from its first step on, of which megatron-core reads the step (:642)."""
+    for adam in _torch_adams(optimizer):
+        for parameter in (p for group in adam.param_groups for p in group["params"]):
+            if not adam.state[parameter]:
+                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                adam.state[parameter] = {"step": torch.tensor(0.0), **moments}
 
 
-def _unpadded_positions(buffer: Any) -> dict[Any, Position]:
-    """Position of each parameter in the buffer without the padding at the end of each bucket."""
-    padding_before, gathered = [], 0
-    for bucket, (start, _) in zip(buffer.buckets, buffer.bucket_indices, strict=True):
-        padding_before.append(start - gathered)
-        gathered += bucket.numel_unpadded
-    return {
-        parameter: (start - padding_before[bucket], end - padding_before[bucket], bucket)
-        for parameter, (start, end, bucket) in buffer.param_index_map.items()
-    }
+def separate_steps(optimizer: Any) -> None:
+    """Give each parameter a step of its own: megatron-core loads one for all (:820), which torch's AdamW advances with each."""
+    for adam in _torch_adams(optimizer):
+        for state in adam.state.values():
+            state["step"] = state["step"].clone()
+
+
+def _torch_adams(optimizer: Any) -> Iterator[torch.optim.Adam]:
+    """torch's, of distributed optimizers. With TransformerEngine they have its own Adam."""
+    for part in optimizer.chained_optimizers:
+        if _is_distributed(part) and isinstance(part.optimizer, torch.optim.Adam):
+            yield part.optimizer
 
 
 @contextmanager
@@ -75,13 +64,11 @@ def _is_distributed(part: Any) -> bool:
 def shapes(part: Any, **_: Any) -> dict[int, dict[Any, dict[str, Tensor]]]:
     """What `get_parameter_state_dp_zero` returns, on the meta device.
 
-    megatron-core would allocate masters and moments of all parameters, 12 bytes each, on every rank (:1033).
+    megatron-core would allocate masters and moments of all parameters, 12 bytes each, on every rank (:1033). `numel`
+    counts the padding between buckets, as do the positions at which megatron-core splits the buffer (:1494).
     """
     return {
-        number: {
-            dtype: {name: torch.empty(part.buffers[number].numel_unpadded, device="meta") for name in _STATES}
-            for dtype in ranges
-        }
+        number: {dtype: {name: torch.empty(part.buffers[number].numel, device="meta") for name in _STATES} for dtype in ranges}
         for number, ranges in enumerate(part.gbuf_ranges)
     }
 
@@ -105,8 +92,8 @@ def gather(part: Any, **_: Any) -> dict[int, dict[Any, dict[str, _Pieces]]] | No
 
     Each state of each parameter is a host tensor of its own. megatron-core gathers all states of a bucket before it joins
     the first (:1051), and returns slices of joined buffers, which its writer must copy: up to 36 bytes of host memory a
-    parameter. Here they are 12, and 4 more for a bucket on its way.
-    Reads positions without padding (`positions_without_padding`).
+    parameter. Here they are 12, and 4 more for a bucket on its way. It also joins buffers without the padding between buckets
+    (:1090) and splits them at positions that include it (:1494): every parameter behind a padded bucket would be shifted.
     """
     # TransformerEngine's Adam has no state before its first step.
     if part.optimizer is not None and not part.optimizer.state:
@@ -137,7 +124,6 @@ def _states_of_all_ranks(part: Any, number: int) -> dict[str, _Pieces]:
     shard_memory, whole_memory = torch.zeros(largest // ranks), torch.empty(largest if first else 0)
     pieces = {name: _Pieces() for name in _STATES}
     for name in _STATES:
-        before = 0
         for at, bucket in enumerate(buffer.buckets):
             size = bucket.grad_data.numel()
             shard, whole = shard_memory[: size // ranks], whole_memory[:size]
@@ -148,8 +134,7 @@ def _states_of_all_ranks(part: Any, number: int) -> dict[str, _Pieces]:
             dist.gather(shard, received, dist.get_global_rank(group, 0), group)
             for start, end, bucket_of_parameter in buffer.param_index_map.values():
                 if first and bucket_of_parameter == at:
-                    pieces[name].add(start, end, whole[start - before : end - before])
-            before += bucket.numel_unpadded
+                    pieces[name].add(start, end, whole[start - bucket.offset : end - bucket.offset])
     return pieces
 
 
@@ -202,6 +187,10 @@ def _held_parameters(part: Any) -> Iterator[tuple[int, Tensor, Any]]:
 
 def _put(part: Any, parameter: Tensor, place: Any, state: dict[str, Tensor]) -> None:
     own = {name: tensor.flatten()[place.start : place.end] for name, tensor in state.items()}
+    group, index = part.model_param_group_index_map[parameter]
+    held = part.optimizer.state[part.optimizer.param_groups[group]["params"][index]]
+    if "step" in held:  # torch's AdamW, and the one on the host: megatron-core sets all that they hold (:905)
+        own["step"] = held["step"]
     with torch.no_grad():
         part._set_main_param_and_optimizer_states(parameter, own)
 

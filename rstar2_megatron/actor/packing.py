@@ -92,12 +92,9 @@ class MicroBatchPlan:
     def microbatch_of(self, num_sequences: int) -> list[int]:
         """Globally unique micro-batch index of every sequence."""
         result = [0] * num_sequences
-        number = 0
-        for own in self.microbatches:
-            for members in own:
-                for index in members:
-                    result[index] = number
-                number += 1
+        for number, members in enumerate(itertools.chain(*self.microbatches)):
+            for index in members:
+                result[index] = number
         return result
 
 

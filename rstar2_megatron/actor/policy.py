@@ -1,6 +1,6 @@
 """One rank's share of the policy, or of a reward model: model chunks, optimizer, forward and backward passes.
 
-Methods are collective over the actor's ranks unless their docstring says "Local".
+Methods are collective over the actor's ranks.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ class Policy:
         cpu_megatron.repair_router_without_engine()
         config, chunks = build_chunks(model, actor.model, implementation, device)
         load_hf_weights([unwrap(chunk) for chunk in chunks], model, model_path)
-        cpu_megatron.repair_torch_adam_checkpoints()
         self.chunks = wrap_ddp(config, chunks, actor.optim)
         self.reset_optimizer(actor.optim)
         self.context = PackContext(
@@ -65,11 +64,6 @@ class Policy:
         self.optimizer: Any = None  # free the old state before the new one is allocated
         self.optimizer = build_optimizer(self.chunks, optim, self.precision)
 
-    @property
-    def num_parameters(self) -> int:
-        """Parameters that this rank holds. Local."""
-        return sum(p.numel() for chunk in self.chunks for p in chunk.parameters())
-
     # -------------------------------------------------------------------------------------- running
 
     def context_sum(self, values: Tensor) -> Tensor:
@@ -88,7 +82,6 @@ class Policy:
         the loss function with `grad_norm` (before clipping) and `lr`.
         """
         for chunk in self.chunks:
-            chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         results = self._run(sequences, plan, loss, self._trained, temperature, forward_only=False)
@@ -102,8 +95,6 @@ class Policy:
         self, sequences: Sequence[TrainSequence], plan: MicroBatchPlan, loss: LossFunction, *, temperature: float
     ) -> dict[str, float]:
         """The loss function's reduced sums and maxima under the current weights; nothing is updated."""
-        for chunk in self.chunks:
-            chunk.eval()
         return self._reduced(self._run(sequences, plan, loss, self._trained, temperature, forward_only=True))
 
     @torch.no_grad()
@@ -112,8 +103,6 @@ class Policy:
     ) -> FlatLogProbs:
         """Log-probs (of a reward model: scores) of the wanted tokens, 0.0 for other tokens, identical on all ranks."""
         scores = FlatLogProbs([s.length for s in sequences], self.device)
-        for chunk in self.chunks:
-            chunk.eval()
 
         def keep(batch: Any, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             scores.put(batch.sequence, batch.place, output[0])
@@ -136,6 +125,8 @@ class Policy:
         forward_only: bool,
     ) -> list[dict[str, Tensor]]:
         """Run this rank's micro-batches through the pipeline. Returns the named values of `loss` for each micro-batch."""
+        for chunk in self.chunks:
+            chunk.train(not forward_only)
         own = plan.microbatches[parallel_state.get_data_parallel_rank()]
         each = (build_microbatch(sequences, members, self.context, wanted) for members in own)  # built when it is needed
         first = next(each)

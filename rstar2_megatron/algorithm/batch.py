@@ -25,7 +25,7 @@ class TrainSequence(PerToken):
     input_ids: np.ndarray
     loss_mask: np.ndarray
     rollout_logprobs: np.ndarray
-    advantage: float | np.ndarray
+    advantage: float | np.ndarray = 0.0
     """Of the trajectory, or of each token (`over_turns`)."""
     generated: np.ndarray | None = None
     """`loss_mask` before a rule of `algorithm.mismatch` left tokens out of it. None: none did."""
@@ -39,16 +39,14 @@ class TrainSequence(PerToken):
         return int(np.count_nonzero(self.loss_mask))
 
 
-def train_sequence(trajectory: Trajectory, advantage: float) -> TrainSequence:
-    """The TrainSequence of a trajectory. Raises ValueError for a trajectory that cannot be trained on."""
+def train_sequence(trajectory: Trajectory) -> TrainSequence:
+    """The TrainSequence of a trajectory, without its advantage. Raises ValueError for one that cannot be trained on."""
     trajectory.check()
     name = f"trajectory {trajectory.query_id}#{trajectory.rollout_index}"
     if not trajectory.usable:
         raise ValueError(f"{name} ended with {trajectory.finish_reason}: it must be dropped, not trained on")
     if trajectory.held:
         raise ValueError(f"{name}: its tokens are with rollout worker {trajectory.held.worker}, not here")
-    if not np.isfinite(advantage):
-        raise ValueError(f"{name}: advantage {advantage} is not finite")
     prompt_length = len(trajectory.prompt_ids)
     wrong = np.flatnonzero(~np.isfinite(trajectory.rollout_logprobs))
     if len(wrong):
@@ -58,7 +56,6 @@ def train_sequence(trajectory: Trajectory, advantage: float) -> TrainSequence:
         input_ids=np.concatenate([trajectory.prompt_ids, trajectory.response_ids]),
         loss_mask=np.concatenate([np.zeros(prompt_length, np.uint8), trajectory.loss_mask]),
         rollout_logprobs=np.concatenate([np.zeros(prompt_length, np.float32), trajectory.rollout_logprobs]),
-        advantage=float(advantage),
     )
 
 

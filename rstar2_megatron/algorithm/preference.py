@@ -37,7 +37,7 @@ class Comparison:
 def score_sequence(ids: np.ndarray) -> TrainSequence:
     """A prefix to be scored; it has no trained token, because its last position gives the score."""
     count = len(ids)
-    return TrainSequence(np.asarray(ids, np.int32), np.zeros(count, np.uint8), np.zeros(count, np.float32), advantage=0.0)
+    return TrainSequence(np.asarray(ids, np.int32), np.zeros(count, np.uint8), np.zeros(count, np.float32))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -29,6 +29,8 @@ logging.getLogger("megatron").setLevel(logging.ERROR)
 
 
 class ActorWorker(TracedWorker, Worker):
+    """Methods without a docstring do what those of MegatronActor do."""
+
     def __init__(self, settings: Settings) -> None:
         order_collectives()  # before RLinf or torch touches the device
         super().__init__()
@@ -49,7 +51,7 @@ class ActorWorker(TracedWorker, Worker):
         """Node and accelerators of this rank."""
         return Place(self._cluster_node_rank, tuple(self.global_accelerator_ids))
 
-    def initialize(self, model_path: str, init_method: str, device: Literal["cpu", "cuda"]) -> dict[str, Any]:
+    def initialize(self, model_path: str, init_method: str, device: Literal["cpu", "cuda"]) -> int:
         """Build the Megatron model from the Hugging Face directory `model_path`. Collective."""
         kind = ScoreActor if self._settings.runner.task_type == "preference" else MegatronActor
         self._actor = kind(
@@ -66,16 +68,13 @@ class ActorWorker(TracedWorker, Worker):
 
     @property
     def actor(self) -> MegatronActor:
-        if self._actor is None:
-            raise RuntimeError("ActorWorker.initialize has not been called")
+        assert self._actor is not None, "initialize comes first"
         return self._actor
 
     @property
     def scorer(self) -> ScoreActor:
-        actor = self.actor
-        if not isinstance(actor, ScoreActor):
-            raise RuntimeError("this run trains no reward model: runner.task_type is not preference")
-        return actor
+        assert isinstance(self._actor, ScoreActor), "runner.task_type is preference"
+        return self._actor
 
     @traced
     def train_step(self, batch: TrainBatch) -> dict[str, float]:
@@ -118,14 +117,8 @@ class ActorWorker(TracedWorker, Worker):
 
     def start_sft_phase(self, phase: SFTPhaseSettings) -> None:
         """A fresh optimizer with the phase's settings."""
-        optim = self._settings.actor.optim.model_copy(
-            update={
-                "lr": phase.lr,
-                "adam_beta1": phase.adam_beta1,
-                "adam_beta2": phase.adam_beta2,
-                "weight_decay": phase.weight_decay,
-            }
-        )
+        own = phase.model_dump(include={"lr", "adam_beta1", "adam_beta2", "weight_decay"})
+        optim = self._settings.actor.optim.model_copy(update=own)
         sched = LrSchedSettings(lr_warmup_iters=0, lr_decay_style="constant")
         self.actor.reset_optimizer(optim, sched, phase.steps)
 
@@ -146,12 +139,10 @@ class ActorWorker(TracedWorker, Worker):
 
     @traced
     def offload(self, keep_weights: bool = False) -> None:
-        """Offload from the accelerator as `actor.offload_*` sets, except the weights with `keep_weights`."""
         self.actor.offload(keep_weights=keep_weights)
 
     @traced
     def reload(self) -> None:
-        """Move the offloaded tensors back to the accelerator."""
         self.actor.reload()
 
     def begin_profile(self, directory: str) -> None:
@@ -174,7 +165,6 @@ class ActorWorker(TracedWorker, Worker):
 
     @traced
     def finish_checkpoint(self) -> None:
-        """Wait until the files of the last checkpoint are written."""
         self.actor.finish_checkpoint()
 
     def load_checkpoint(self, directory: str) -> None:
@@ -194,6 +184,5 @@ class ActorWorker(TracedWorker, Worker):
         self.actor.export_hf(directory)
 
     def shutdown(self) -> None:
-        """Leave the process group."""
         if self._actor is not None:
             self._actor.close()

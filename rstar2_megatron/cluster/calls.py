@@ -98,19 +98,14 @@ class PendingCall:
         done, _ = ray.wait(self.refs, num_returns=len(self.refs), timeout=0)
         self._raise_failures(done)
 
-    def wait_for_end(self, timeout_s: float) -> bool:
-        """Wait until every worker has ended this call, with or without success. False when `timeout_s` passes first."""
-        ended, _ = ray.wait(self.refs, num_returns=len(self.refs), timeout=timeout_s)
-        return len(ended) == len(self.refs)
-
-    def running(self) -> list[int]:
-        """Ranks of the workers that have not ended this call. Never waits."""
-        ended = set(ray.wait(self.refs, num_returns=len(self.refs), timeout=0)[0])
+    def running(self, timeout_s: float = 0.0) -> list[int]:
+        """Ranks of the workers that have not ended this call, with or without success, within `timeout_s`."""
+        ended = set(ray.wait(self.refs, num_returns=len(self.refs), timeout=timeout_s)[0])
         return [rank for rank, ref in zip(self._ranks, self.refs, strict=True) if ref not in ended]
 
     def result_if_ended(self) -> list[Any] | None:
         """As `result` when every worker has ended this call, None before. Never waits."""
-        return self.result(1.0) if self.wait_for_end(0) else None
+        return None if self.running() else self.result(1.0)
 
     def _raise_failures(self, done: Iterable[Any]) -> None:
         for ref in done:
@@ -139,6 +134,9 @@ class PendingCall:
 class WorkerGroup:
     """The workers of one RLinf worker group. The death of one fails every call."""
 
+    on_lost: Callable[[int, str], None] | None = None
+    """Of a group that goes on without a dead worker: `PendingCall`'s, for calls that name no ranks."""
+
     def __init__(self, name: str, rlinf_group: Any) -> None:
         self.name = name
         infos = rlinf_group.worker_info_list
@@ -146,28 +144,34 @@ class WorkerGroup:
         """Ray handles in rank order."""
         self.before: Callable[[str], None] | None = None
         """Called with the method's name before each call. Colocation uses it to put the right side to sleep."""
+        self.lost: dict[int, str] = {}
+        """Reasons by rank of workers that calls leave out."""
 
     def __len__(self) -> int:
         return len(self.workers)
 
+    @property
+    def alive(self) -> list[int]:
+        return [rank for rank in range(len(self)) if rank not in self.lost]
+
     def start(self, method: str, *args: Any, ranks: Iterable[int] | None = None, **kwargs: Any) -> PendingCall:
-        """Start `method(*args)` on all ranks (or on `ranks`) and return at once."""
+        """Start `method(*args)` on all ranks that live, or on `ranks`, and return at once. Raises WorkerLost for a lost one."""
         if self.before is not None:
             self.before(method)
-        chosen = list(range(len(self.workers)) if ranks is None else ranks)
-        return self._start(method, chosen, args, kwargs)
-
-    def _start(self, method: str, ranks: list[int], args: Any, kwargs: Any, **more: Any) -> PendingCall:
-        refs = [getattr(self.workers[rank], method).remote(*args, **kwargs) for rank in ranks]
-        return PendingCall(f"{self.name}.{method}", refs, ranks, **more)
+        chosen = list(self.alive if ranks is None else ranks)
+        for rank in chosen:
+            if rank in self.lost:
+                raise WorkerLost(self.lost[rank], rank)
+        refs = [getattr(self.workers[rank], method).remote(*args, **kwargs) for rank in chosen]
+        return PendingCall(f"{self.name}.{method}", refs, chosen, self.on_lost if ranks is None else None)
 
     def call(self, method: str, *args: Any, timeout_s: float, ranks: Iterable[int] | None = None, **kwargs: Any) -> list[Any]:
         """`start(...).result(timeout_s)`."""
         return self.start(method, *args, ranks=ranks, **kwargs).result(timeout_s)
 
     def kill(self) -> None:
-        for worker in self.workers:
-            ray.kill(worker)
+        for rank in self.alive:
+            ray.kill(self.workers[rank])
 
 
 class ChannelReader:

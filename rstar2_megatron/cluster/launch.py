@@ -58,14 +58,13 @@ def await_cluster(cluster: ClusterSettings) -> None:
 
 
 @contextlib.contextmanager
-def _not_forwarded(name: str) -> Iterator[None]:
-    """Hide a variable that is valid on this node only: RLinf copies the driver's environment to every node."""
-    value = os.environ.pop(name, None)
+def _not_forwarded(*names: str) -> Iterator[None]:
+    """Hide variables that are valid on this node only: RLinf copies the driver's environment to every node."""
+    values = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:
         yield
     finally:
-        if value is not None:
-            os.environ[name] = value
+        os.environ.update(values)
 
 
 class OnePlace(PlacementStrategy):
@@ -109,9 +108,7 @@ class TrainingCluster:
             # They reset their level at every use, and the run's plan already shows the placement.
             logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.WARNING)
         cluster_config = {k: v for k, v in self.config.cluster.items() if k not in ClusterSettings.OWN_KEYS}
-        with contextlib.ExitStack() as hidden:
-            for name in _OF_THIS_NODE if self._head is None else ():
-                hidden.enter_context(_not_forwarded(name))
+        with _not_forwarded(*(_OF_THIS_NODE if self._head is None else ())):
             self._cluster = Cluster(cluster_cfg=OmegaConf.create(cluster_config))
         # RLinf signals the driver when a worker fails, and its handler ends the driver without clean-up.
         # cluster/calls.py raises the same failure as an exception.

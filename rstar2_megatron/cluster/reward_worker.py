@@ -23,9 +23,6 @@ class RewardWorker(TracedWorker, Worker):
     def trace_row(self) -> TraceRow:
         return GRADING
 
-    def ready(self) -> bool:
-        return True
-
     async def serve(self, channel: Channel) -> None:
         """Grade trajectories from ENDED and send them to TO_DRIVER, until a None arrives.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -28,31 +28,14 @@ class RolloutGroup(WorkerGroup):
         super().__init__(name, rlinf_group)
         self.names = [f"{name}:{rank}" for rank in range(len(self))]
         """Names in RLinf, in rank order."""
-        self.lost: dict[int, str] = {}
-        """Reasons by rank."""
         self.restarts: Counter[int] = Counter()
         """Restarts of a rank's worker in this run, failed ones included."""
         self.changes = 0
         """Grows whenever a worker is lost or started."""
+        self.on_lost = self.lose
         self._relaunch = relaunch
         self._max_restarts = max_restarts
         self._start_arguments: tuple[str, str] = ("", "")
-
-    @property
-    def alive(self) -> list[int]:
-        return [rank for rank in range(len(self)) if rank not in self.lost]
-
-    def start(self, method: str, *args: Any, ranks: Iterable[int] | None = None, **kwargs: Any) -> PendingCall:
-        """As `WorkerGroup.start`. Without `ranks` on the workers that live; one that dies meanwhile gives no result."""
-        if self.before is not None:
-            self.before(method)
-        if ranks is None:
-            return self._start(method, self.alive, args, kwargs, on_lost=self.lose)
-        chosen = list(ranks)
-        for rank in chosen:
-            if rank in self.lost:
-                raise WorkerLost(self.lost[rank], rank)
-        return self._start(method, chosen, args, kwargs)
 
     def lose(self, rank: int, reason: str) -> None:
         """Go on without this worker, which has died or cannot bring its engine back."""
@@ -96,7 +79,3 @@ class RolloutGroup(WorkerGroup):
                     "engine %d runs again in a new worker (restart %d of %d)", rank, self.restarts[rank], self._max_restarts
                 )
         return [rank for rank, _ in started if rank not in self.lost]
-
-    def kill(self) -> None:
-        for rank in self.alive:
-            ray.kill(self.workers[rank])

@@ -62,9 +62,7 @@ class RolloutWorker(TracedWorker, Worker):
         return engine_row(self._number)
 
     async def place(self) -> Place:
-        """Node and accelerators of this engine."""
-        address = (self._group_name, self._rank)
-        return Place(self._cluster_node_rank, tuple(self.global_accelerator_ids), address)
+        return Place(self._cluster_node_rank, tuple(self.global_accelerator_ids), (self._group_name, self._rank))
 
     async def start_engine(self, model_path: str, judge_url: str) -> int:
         """Start SGLang on `model_path` and connect to the judge. Returns the engine's KV capacity in tokens."""
@@ -135,7 +133,6 @@ class RolloutWorker(TracedWorker, Worker):
         return ""
 
     async def set_engine_workers(self, engine_workers: list[Any]) -> None:
-        """Set the handles of all rollout workers, in rank order."""
         self._engine_workers = engine_workers
 
     @traced
@@ -244,7 +241,6 @@ class RolloutWorker(TracedWorker, Worker):
         }
 
     async def tokens(self, numbers: list[int]) -> list[Trajectory]:
-        """Tokens of trajectories of the last phase, by their numbers in this worker's store."""
         return self._store.tokens(numbers)
 
     async def put_tokens(self, numbers: list[int]) -> tuple[list[Any], int]:
@@ -255,7 +251,6 @@ class RolloutWorker(TracedWorker, Worker):
         return put_block(self._store.block(numbers))
 
     async def forget_tokens(self, numbers: list[int]) -> None:
-        """Free the tokens of `numbers`."""
         self._store.forget(numbers)
 
     async def load(self) -> EngineLoad | None:

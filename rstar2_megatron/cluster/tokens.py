@@ -60,9 +60,7 @@ class TokenSource:
 
     def fetch(self, trajectories: Iterable[Trajectory]) -> None:
         """Bring the tokens of `trajectories` into this process. Raises WorkerLost."""
-        wanted = _by_worker(trajectories)
-        for worker, there in wanted.items():
-            numbers = [t.held.number for t in there if t.held]
+        for worker, there, numbers in _by_worker(trajectories):
             (tokens,) = self._rollout.call("tokens", numbers, ranks=[worker], timeout_s=self._timeout_s)
             for trajectory, own in zip(there, tokens, strict=True):
                 give_back(trajectory, own)
@@ -95,12 +93,11 @@ class TokenSource:
         places: dict[tuple[int, int], tuple[int, int]] = {}  # (worker, number): (block, row)
         blocks: list[Any] = []
         trained = 0
-        here = [train_sequence(t, 0.0) for t in trajectories if not t.held]
+        here = [train_sequence(t) for t in trajectories if not t.held]
         if here:
             blocks, trained = put_block(TokenBlock.of(here))
         calls: list[PendingCall] = []
-        for worker, there in _by_worker(trajectories).items():
-            numbers = [t.held.number for t in there if t.held]
+        for worker, _, numbers in _by_worker(trajectories):
             places |= {(worker, number): (len(calls) + bool(here), row) for row, number in enumerate(numbers)}
             calls.append(self._rollout.start("put_tokens", numbers, ranks=[worker]))
         for call in calls:
@@ -114,15 +111,15 @@ class TokenSource:
         return TrainBatch(blocks, pairs[:, 0], pairs[:, 1], np.array(advantages, np.float64), trained)
 
     def _forget(self, done: Iterable[Trajectory]) -> None:
-        for worker, there in _by_worker(done).items():
-            numbers = [t.held.number for t in there if t.held]
+        for worker, _, numbers in _by_worker(done):
             with contextlib.suppress(WorkerLost):  # it has forgotten everything
                 self._rollout.call("forget_tokens", numbers, ranks=[worker], timeout_s=self._timeout_s)
 
 
-def _by_worker(trajectories: Iterable[Trajectory]) -> dict[int, list[Trajectory]]:
+def _by_worker(trajectories: Iterable[Trajectory]) -> list[tuple[int, list[Trajectory], list[int]]]:
+    """(worker, the trajectories that it holds, its numbers of them)."""
     held: dict[int, list[Trajectory]] = defaultdict(list)
     for trajectory in trajectories:
         if trajectory.held:
             held[trajectory.held.worker].append(trajectory)
-    return held
+    return [(worker, there, [t.held.number for t in there if t.held]) for worker, there in held.items()]

@@ -94,9 +94,7 @@ class WeightSender:
             if route.keeps_host_copy(self._worker._rank, number) and _fits_host(bucket.data.nbytes):
                 self._sent.append(SharedBucket(bucket))  # while the engine reads the buffer
                 sent.host_copies[number] = self._sent[-1].path
-            _demand_loaded(calls, route.step_timeout_s)
-            return
-        if route.kind == "broadcast":
+        elif route.kind == "broadcast":
             calls = self._deliver(targets, route, number, (bucket.places, weights_checksum(bucket.tensors())), last)
             work: Any = self._worker.broadcast(bucket.data, groups=_collective(route), async_op=True)
             _within(work, calls, route.step_timeout_s)

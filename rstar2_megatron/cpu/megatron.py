@@ -1,4 +1,4 @@
-"""Stand-ins that let megatron-core 0.16.1 train on CPU over gloo, and repairs of its use of torch's Adam.
+"""Stand-ins that let megatron-core 0.16.1 train on CPU over gloo.
 
 `install()` does nothing when CUDA is available. It changes no arithmetic, only the device of tensors and the random
 generator that is tracked. Line numbers refer to megatron-core 0.16.1.
@@ -119,47 +119,3 @@ def repair_router_without_engine() -> None:
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
-
-
-@functools.cache
-def repair_torch_adam_checkpoints() -> None:
-    """Make the distributed optimizer save and load torch's AdamW correctly (no-op with TransformerEngine).
-
-    megatron-core 0.16.1 has three faults with torch's Adam, whose state has a "step" tensor per parameter. Saving before
-    the first step fails, because there is no state yet (distrib_optimizer.py:642). Loading expects "step" among the saved
-    tensors (:905). After a load all parameters share one step tensor (:820-825), which advances once per parameter, so
-    training silently diverges.
-    """
-    from megatron.core.optimizer import distrib_optimizer
-
-    if distrib_optimizer.HAVE_APEX_OR_TE:
-        return
-    optimizer_class: Any = distrib_optimizer.DistributedOptimizer
-    set_states = optimizer_class._set_main_param_and_optimizer_states
-    load_state_dict = optimizer_class.load_state_dict
-    sharded_state_dict = optimizer_class.sharded_state_dict
-
-    def set_states_with_step(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, Any]) -> None:
-        group, place = self.model_param_group_index_map[model_param]
-        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
-        set_states(self, model_param, {**tensors, "step": state["step"]})
-
-    def load_with_own_steps(self: Any, state_dict: dict[str, Any]) -> None:
-        load_state_dict(self, state_dict)
-        for state in self.optimizer.state.values():
-            state["step"] = state["step"].clone()
-
-    def sharded_with_state(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for group in self.optimizer.param_groups:
-            for param in group["params"]:
-                if not self.optimizer.state[param]:
-                    self.optimizer.state[param] = {
-                        "step": torch.tensor(0.0),
-                        "exp_avg": torch.zeros_like(param),
-                        "exp_avg_sq": torch.zeros_like(param),
-                    }
-        return sharded_state_dict(self, *args, **kwargs)
-
-    optimizer_class._set_main_param_and_optimizer_states = set_states_with_step
-    optimizer_class.load_state_dict = load_with_own_steps
-    optimizer_class.sharded_state_dict = sharded_with_state

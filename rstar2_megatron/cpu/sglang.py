@@ -91,17 +91,11 @@ class _EmptyModule(types.ModuleType):
             return args[0]
         return lambda function: function
 
-    def __contains__(self, item: object) -> bool:
-        return False
-
     def __iter__(self) -> Any:
         return iter(())
 
     def __len__(self) -> int:
         return 0
-
-    def __bool__(self) -> bool:
-        return False
 
 
 class _EmptyModuleFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

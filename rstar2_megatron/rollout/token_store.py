@@ -43,7 +43,7 @@ class TokenStore:
 
     def block(self, numbers: Sequence[int]) -> TokenBlock:
         """The training sequences of `numbers`. Raises ValueError for a trajectory that cannot be trained on."""
-        return TokenBlock.of([train_sequence(self._kept[number], 0.0) for number in numbers])
+        return TokenBlock.of([train_sequence(self._kept[number]) for number in numbers])
 
     def forget(self, numbers: Iterable[int]) -> None:
         for number in numbers:

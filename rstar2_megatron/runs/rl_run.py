@@ -46,7 +46,7 @@ from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.training import gates
 from rstar2_megatron.training.collapse import PASS_RATE, CollapseError, CollapseWatch, EmptySteps
 from rstar2_megatron.training.drift import logprob_drift
-from rstar2_megatron.training.metrics import header_line, step_line, step_metrics
+from rstar2_megatron.training.metrics import HEADER_LINE, step_line, step_metrics
 from rstar2_megatron.training.trainer import Trainer
 from rstar2_megatron.trajectory import Group
 
@@ -136,11 +136,11 @@ class RLRun(ClusterRun):
         self.loader = ProblemLoader(problems, data, max_epochs=settings.runner.max_epochs)
         self.held_out = read_problems(data.val_data_paths, data) if data.val_data_paths else []
         kv_tokens = sum(engines.result(timeout))
-        actor_figures = actors.result(timeout)[0]
+        parameters = actors.result(timeout)[0]
         end = DriverEnd(self.cluster.channel, self.rollout, self.reward, settings.runner)
         self.coordinator = RolloutCoordinator(end, settings)
         self._closing.callback(self._publish_checkpoint, _LAST_PUBLISH_S)
-        self._closing.callback(self.coordinator.close)
+        self._closing.callback(end.close)
         self.coordinator.end.check_services = self.judge.check
         self.trainer = Trainer(
             settings, self.actor, self.rollout, self.coordinator, device=self.cluster.device, colocated=colocated
@@ -151,7 +151,7 @@ class RLRun(ClusterRun):
             self._serve_metrics(settings.runner.metrics_port)
         self.profiles = StepProfiles(self.directory, settings.runner.profiler, self.actor, self.rollout)
         self._say(
-            f"ready: {actor_figures['actor/parameters'] / 1e6:.2f} M parameters on {len(self.actor)} actor ranks, "
+            f"ready: {parameters / 1e6:.2f} M parameters on {len(self.actor)} actor ranks, "
             f"{len(self.rollout)} engines with {kv_tokens} KV tokens, {len(problems)} problems, "
             + (f"judge at {judge_url}" if settings.agentloop.needs_judge else "no tool that needs the Code Judge")
         )
@@ -257,7 +257,7 @@ class RLRun(ClusterRun):
                 self._stop_early(step - 1, "SIGUSR2 asks for it, the same command continues")
                 raise Stopped(signal.SIGUSR2)
             if (step - done - 1) % 20 == 0:
-                print(header_line(), flush=True)
+                print(HEADER_LINE, flush=True)
             validate, save, _ = check_progress(step, runner.max_steps, runner.val_check_interval, runner.save_interval, 1.0)
             # The last checkpoint is written while this step rolls out; this step's is begun while the actor is awake.
             after_training = functools.partial(self._trained, step, save or step == runner.max_steps)
@@ -297,7 +297,7 @@ class RLRun(ClusterRun):
         """Save after training on `groups`, while the actor is still awake."""
         self._updated |= updated
         usable = next((group.usable for group in groups if group.usable), [])
-        self._scored = [train_sequence(trajectory, 0.0) for trajectory in usable]
+        self._scored = [train_sequence(trajectory) for trajectory in usable]
         if save:
             self._save(step)
 

@@ -110,8 +110,8 @@ class SFTRun(ClusterRun):
         self.actor = self.cluster.launch_actor()
         timeout = self.settings.runner.step_timeout_s
         address = self.actor.call("rendezvous_address", timeout_s=timeout, ranks=[0])[0]
-        figures = self.ask_actor("initialize", model, address, self.cluster.device)[0]
-        self._say(f"ready: {figures['actor/parameters'] / 1e6:.2f} M parameters on {len(self.actor)} actor ranks")
+        parameters = self.ask_actor("initialize", model, address, self.cluster.device)[0]
+        self._say(f"ready: {parameters / 1e6:.2f} M parameters on {len(self.actor)} actor ranks")
         self.log = MetricLogger(self.cluster.config)
         self._closing.callback(self.log.finish)
         self._lap = time.perf_counter()

@@ -228,20 +228,16 @@ def _ratio(part: float, whole: float) -> float:
 
 
 _RESTARTED = (("engine", "engine/engine_restarts"), ("worker", "engine/worker_restarts"), ("judge", "judge_restarts"))
-_HEADER = (
+HEADER_LINE = (
     "  step   pass  reward  kept/rej  tool err  length  turns  roll tok/s  train tok/s"
     "   step s = roll + tail + grade + train + sync + ckpt + other %   |dlogp|"
 )
+"""Column names of `step_line`.
 
-
-def header_line() -> str:
-    """Column names of `step_line`.
-
-    pass: before rejection; reward: after resampling; tool err: per call among positives; tok/s: generated,
-    and packed for training; then the seconds of the step, and of what they are made in percent (`share/...`);
-    |dlogp|: mean difference of log-probs between actor and engine.
-    """
-    return _HEADER
+pass: before rejection; reward: after resampling; tool err: per call among positives; tok/s: generated, and packed for
+training; then the seconds of the step, and of what they are made in percent (`share/...`); |dlogp|: mean difference of
+log-probs between actor and engine.
+"""
 
 
 def step_line(metrics: Mapping[str, Any]) -> str:

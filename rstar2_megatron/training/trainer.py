@@ -37,7 +37,6 @@ from rstar2_megatron.weights.route import RouteKind
 class StepResult:
     """Everything that one step produced: the input of metrics and of the files of a run."""
 
-    step: int
     groups: list[Group]
     resampled: list[ResampleResult]
     actor_metrics: dict[str, float]
@@ -114,7 +113,7 @@ class Trainer:
             **(staleness_metrics(kept, step - 1, bound) if bound else {}),
             **trajectory_age(groups, version=step - 1),
         }
-        return StepResult(step, groups, resampled, actor_metrics, stats, seconds, shown)
+        return StepResult(groups, resampled, actor_metrics, stats, seconds, shown)
 
     def next_groups(self, step: int, loader: ProblemLoader) -> list[Group]:
         """`GroupSource.next`. When no engine is left, lost workers are started again with the present weights.
@@ -192,7 +191,7 @@ class Trainer:
         return logprobs
 
     def _score(self, shown: Sequence[ShownGroup]) -> None:
-        sequences = [train_sequence(t, 0.0) for group in shown for t in group.trajectories]
+        sequences = [train_sequence(t) for group in shown for t in group.trajectories]
         if not sequences:
             return
         logprobs = iter(self.score(sequences))

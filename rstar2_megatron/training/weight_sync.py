@@ -80,8 +80,8 @@ class WeightSync:
         except WorkerFailed as error:
             self._rollout.call("abort_weights", route, str(error), timeout_s=route.step_timeout_s)
             for call in (sending, receiving):
-                if not call.wait_for_end(2 * route.step_timeout_s):
-                    ranks = ", ".join(map(str, call.running()))
+                if running := call.running(2 * route.step_timeout_s):
+                    ranks = ", ".join(map(str, running))
                     raise DeadlineExceeded(
                         f"{call.name} is stuck on rank {ranks}, as a call to the device that never returns: it did not end "
                         f"within {2 * route.step_timeout_s:.0f} s after a failure of the weight sync by {route.kind}. The same "

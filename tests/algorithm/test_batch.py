@@ -17,32 +17,30 @@ from tests.algorithm.trajectories import trajectory
 
 def test_prompt_is_not_trained_and_lists_cover_every_token() -> None:
     t = replace(trajectory(tokens=4), loss_mask=[1, 0, 0, 1], rollout_logprobs=[-0.5, 0.0, 0.0, -0.25])
-    sequence = train_sequence(t, -0.5)
+    sequence = train_sequence(t)
     assert sequence.input_ids.tolist() == [1, 2, 3, 10, 11, 12, 13] and sequence.input_ids.dtype == np.int32
     assert sequence.loss_mask.tolist() == [0, 0, 0, 1, 0, 0, 1] and sequence.loss_mask.dtype == np.uint8
     assert sequence.rollout_logprobs.tolist() == [0.0, 0.0, 0.0, -0.5, 0.0, 0.0, -0.25]
     assert sequence.rollout_logprobs.dtype == np.float32
     assert (sequence.length, sequence.num_trained_tokens) == (7, 2)
-    assert sequence.advantage == -0.5
+    assert sequence.advantage == 0.0
 
 
 def test_what_cannot_be_trained_is_refused() -> None:
     with pytest.raises(ValueError, match=r"q#3 ended with infrastructure"):
-        train_sequence(trajectory(index=3, finish=FinishReason.INFRASTRUCTURE), 1.0)
-    with pytest.raises(ValueError, match=r"q#0: advantage nan"):
-        train_sequence(trajectory(), float("nan"))
+        train_sequence(trajectory(index=3, finish=FinishReason.INFRASTRUCTURE))
     broken = trajectory()
     broken.rollout_logprobs[1] = float("-inf")
     with pytest.raises(ValueError, match="log-prob -inf at token 4"):
-        train_sequence(broken, 1.0)
+        train_sequence(broken)
     with pytest.raises(ValueError, match="differ in length"):
-        train_sequence(replace(trajectory(), loss_mask=[1]), 1.0)
+        train_sequence(replace(trajectory(), loss_mask=[1]))
     with pytest.raises(ValueError, match="empty prompt"):
-        train_sequence(replace(trajectory(), prompt_ids=[]), 1.0)
+        train_sequence(replace(trajectory(), prompt_ids=[]))
 
 
 def test_a_batch_reads_its_sequences_from_blocks_in_its_own_order() -> None:
-    first, second, third = (train_sequence(trajectory(index=i, tokens=3 + i), 0.5 * i) for i in range(3))
+    first, second, third = (replace(train_sequence(trajectory(index=i, tokens=3 + i)), advantage=0.5 * i) for i in range(3))
     blocks = [TokenBlock.of([third, first]), TokenBlock.of([second])]
     batch = TrainBatch([], np.array([0, 1, 0]), np.array([1, 0, 0]), np.array([0.0, 0.5, 1.0]), 12)
     assert batch.sequences(blocks) == [first, second, third]

@@ -224,7 +224,7 @@ def test_a_rule_of_the_users_gets_one_turn_of_one_group_as_a_row(tmp_path: Path)
 def test_a_batch_gives_each_token_the_advantage_of_its_turn() -> None:
     group = [attempt(1, [2, 1]), attempt(0, [1])]
     advantages = np.array([[0.5, -2.0], [3.0, 0.0]])
-    blocks = [TokenBlock.of([train_sequence(t, 0.0) for t in group])]
+    blocks = [TokenBlock.of([train_sequence(t) for t in group])]
     batch = TrainBatch([], np.array([0, 0]), np.array([0, 1]), advantages, 4)
     first, second = batch.sequences(blocks)
     assert np.array_equal(first.advantage, [0, 0, 0, 0.5, 0.5, 0, 0, -2.0])

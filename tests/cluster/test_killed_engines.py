@@ -95,7 +95,7 @@ def phases(
 ) -> Iterator[RolloutCoordinator]:
     coordinator = RolloutCoordinator(DriverEnd(channel, engines, reward, engine_settings.runner), engine_settings)
     yield coordinator
-    coordinator.close()
+    coordinator.end.close()
 
 
 class Heard:

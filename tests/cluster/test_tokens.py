@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +43,7 @@ def test_every_rank_reads_the_batch_in_the_drivers_order(holders: WorkerGroup, s
     assert there[1] == whole[1]
     order, advantages = [4, 1, 0, 5], [0.5, -0.5, 1.0, 0.0]  # number 1 is in this process now
     batch = source.put_batch([there[i] for i in order], advantages, done=there)
-    expected = [train_sequence(whole[i], a) for i, a in zip(order, advantages, strict=True)]
+    expected = [replace(train_sequence(whole[i]), advantage=a) for i, a in zip(order, advantages, strict=True)]
     assert len(batch.blocks) == 3 and batch.trained_tokens == sum(s.num_trained_tokens for s in expected)
     assert senders.call("read", batch, timeout_s=CALL_S) == [expected, expected]
     assert senders.call("read", put_sequences(expected), timeout_s=CALL_S) == [expected, expected]
@@ -55,7 +56,7 @@ def test_workers_keep_what_a_batch_is_not_done_with(holders: WorkerGroup, sender
     there, whole = held(holders, 6)
     source = TokenSource(holders, 60.0)
     batch = source.put_batch(there[:2], [1.0, -1.0], done=there[:3])
-    expected = [train_sequence(whole[i], a) for i, a in ((0, 1.0), (1, -1.0))]
+    expected = [replace(train_sequence(whole[i]), advantage=a) for i, a in ((0, 1.0), (1, -1.0))]
     assert senders.call("read", batch, timeout_s=CALL_S)[0] == expected
     source.fetch(there[3:])
     assert there[3:] == whole[3:]
@@ -94,7 +95,7 @@ def test_a_rank_that_dies_while_it_unpacks_is_reported_and_the_batch_stays(
     launch: Launch, senders: WorkerGroup, tmp_path: Path
 ) -> None:
     doomed = launch(Sender, "actor")
-    sequences = [train_sequence(trajectory(index=i), 0.0) for i in range(4)]
+    sequences = [train_sequence(trajectory(index=i)) for i in range(4)]
     batch = put_sequences(sequences)
     with pytest.raises(WorkerLost, match=rf"{doomed.name}\.die_reading, rank 1: the worker process died: [^\n]+\Z"):
         doomed.call("die_reading", batch, str(tmp_path / "never"), timeout_s=CALL_S)

@@ -302,10 +302,9 @@ def optimizer_of_shape(config_name: str, rank: int, implementation: Any) -> dict
     from rstar2_megatron.actor.network.model import build_chunks, unwrap
     from rstar2_megatron.actor.optimizer import build_optimizer, wrap_ddp
     from rstar2_megatron.actor.optimizer_state import take_held_states
-    from rstar2_megatron.cpu.megatron import repair_router_without_engine, repair_torch_adam_checkpoints
+    from rstar2_megatron.cpu.megatron import repair_router_without_engine
 
-    repair_torch_adam_checkpoints()  # both do nothing beside TransformerEngine
-    repair_router_without_engine()
+    repair_router_without_engine()  # does nothing beside TransformerEngine
     settings = load(config_name).settings
     model = known_model(settings.rollout.model.model_path)
     assert model is not None

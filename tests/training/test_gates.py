@@ -24,7 +24,7 @@ def trajectory() -> Trajectory:
 
 
 def test_trained_tokens_agree_between_rollout_and_batch() -> None:
-    gates.check_trained_tokens([trajectory()], TokenBlock.of([train_sequence(trajectory(), 1.0)]).trained_tokens)
+    gates.check_trained_tokens([trajectory()], TokenBlock.of([train_sequence(trajectory())]).trained_tokens)
     with pytest.raises(gates.GateError, match=r"2 trained tokens but the training batch holds 3"):
         gates.check_trained_tokens([trajectory()], 3)
 
@@ -46,7 +46,7 @@ def test_a_token_that_is_too_old_is_named() -> None:
 
 def difference(*logprobs: float) -> dict[str, float]:
     """Of the sequence with the engine's log-probs [-, -, -0.5, tool, -0.25]."""
-    return logprob_difference([train_sequence(trajectory(), 1.0)], [np.array(logprobs, np.float32)])
+    return logprob_difference([train_sequence(trajectory())], [np.array(logprobs, np.float32)])
 
 
 def test_logprobs_agree_within_the_bound_of_the_precision() -> None:

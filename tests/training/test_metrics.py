@@ -8,7 +8,7 @@ from rstar2_megatron.actor.losses import MAXIMA, SUMS, rl_metrics
 from rstar2_megatron.algorithm.roc import resample_on_correct
 from rstar2_megatron.settings.schema import DownSamplingConfig
 from rstar2_megatron.training.metric_names import unknown_metric
-from rstar2_megatron.training.metrics import header_line, rollout_metrics, staleness_metrics, step_line, step_metrics
+from rstar2_megatron.training.metrics import HEADER_LINE, rollout_metrics, staleness_metrics, step_line, step_metrics
 from rstar2_megatron.trajectory import FinishReason, Group, Problem, ToolOutcome, Trajectory, VersionSpan
 from tests.algorithm.trajectories import trajectory
 
@@ -148,9 +148,9 @@ def test_a_step_that_keeps_nothing_leaves_its_means_out() -> None:
 def test_lines_align_with_the_header() -> None:
     _, m, _ = measured()
     lines = [step_line({"step": step, **m}) for step in (1, 20, 12345)] + [step_line({"step": 3})]
-    assert {len(line) for line in lines} == {len(header_line())}
+    assert {len(line) for line in lines} == {len(HEADER_LINE)}
     broken = step_line({"step": 1, "rollout/pass_rate": float("nan")})
-    assert len(broken) == len(header_line())
+    assert len(broken) == len(HEADER_LINE)
 
 
 def test_staleness_is_that_of_the_trained_tokens() -> None:

@@ -54,22 +54,17 @@ class PackContext:
     context_rank: int
     implementation: Literal["local", "transformer_engine"]
 
-    @property
-    def segment_multiple(self) -> int:
-        """Context parallelism splits a segment into 2 * cp chunks; each rank gets one of the front and one of the back."""
-        return 2 * self.context_parallel if self.context_parallel > 1 else 1
-
-    @property
-    def total_multiple(self) -> int:
-        """Sequence parallelism splits a rank's tokens into equal parts."""
-        return self.context_parallel * self.tensor_parallel if self.sequence_parallel else 1
-
 
 def padded_lengths(lengths: Sequence[int], context: PackContext) -> list[int]:
-    """Segment lengths with the padding for CP and SP; the padding for SP is added to the last segment."""
-    multiple = context.segment_multiple
+    """Segment lengths with the padding for CP and SP; the padding for SP is added to the last segment.
+
+    CP splits a segment into 2 * cp chunks, as `local_places` says. SP splits a rank's tokens into equal parts.
+    """
+    cp = context.context_parallel
+    multiple = 2 * cp if cp > 1 else 1
+    of_all = cp * context.tensor_parallel if context.sequence_parallel else 1
     padded = [-(-n // multiple) * multiple for n in lengths]
-    while sum(padded) % context.total_multiple:
+    while sum(padded) % of_all:
         padded[-1] += multiple
     return padded
 

@@ -43,11 +43,14 @@ class PolicyModel(GPTModel):
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not self.post_process:
             return hidden_states
-        head: dict[str, Any] = kwargs["loss_mask"]  # the only keyword that GPTModel.forward passes through unchanged
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        result = self.output_layer(hidden_states, weight, **head)
+        # the only keyword that GPTModel.forward passes through unchanged
+        result = self._head(hidden_states, **kwargs["loss_mask"])
         assert isinstance(result, Tensor)
         return result
+
+    def _head(self, hidden: Tensor, **arguments: Any) -> Any:
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        return self.output_layer(hidden, weight, **arguments)
 
 
 class ScoreModel(PolicyModel):
@@ -59,12 +62,8 @@ class ScoreModel(PolicyModel):
             del self.output_layer  # GPTModel cannot be built without it
             self.score = ScoreHead(self.config, self.pg_collection.tp)
 
-    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not self.post_process:
-            return hidden_states
-        result = self.score(hidden_states, kwargs["loss_mask"]["rows"])
-        assert isinstance(result, Tensor)
-        return result
+    def _head(self, hidden: Tensor, **arguments: Any) -> Any:
+        return self.score(hidden, arguments["rows"])
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None) -> Any:
         """The modules' own, because those of GPTModel and LanguageModule demand a vocabulary head."""

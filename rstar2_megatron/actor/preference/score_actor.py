@@ -9,8 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-import numpy as np
-
 from rstar2_megatron.actor.megatron_actor import MegatronActor
 from rstar2_megatron.actor.packing import MicroBatchPlan
 from rstar2_megatron.actor.preference.loss import comparison_loss, preference_metrics
@@ -40,11 +38,6 @@ class ScoreActor(MegatronActor):
         loss = comparison_loss(pairs, len(sequences))
         sums = self.policy.measure(sequences, plan, loss, temperature=1.0)
         return {"loss": sums["loss"], "accuracy": sums["pair_accuracy"], "margin": sums["pair_margin"]}
-
-    def score(self, sequences: Sequence[TrainSequence]) -> np.ndarray:
-        """float32 [sequences]: the score of each at its last token; collective, identical on all ranks."""
-        scores = self.policy.score(sequences, self._plan(sequences), "last", temperature=1.0)
-        return np.array([values[-1] for values in scores.to_arrays()], np.float32)
 
     def _plan_comparisons(self, sequences: Sequence[TrainSequence], pairs: Pairs) -> MicroBatchPlan:
         """Micro-batches of whole comparisons."""

@@ -108,16 +108,14 @@ class RolloutCoordinator:
             group.parked = {index: t for index, t in group.parked.items() if not t.session}
         self.carried = carried
 
-    def close(self) -> None:
-        """End the loops of the reward workers."""
-        self.end.close()
-
 
 class _Refilling(PhaseEvents):
     """Adds problems to a phase while groups become complete."""
 
+    server: PhaseServer
+    """Of the phase; set before it starts."""
+
     def __init__(self, phase: RolloutPhase, refill: Refill | None, number: int) -> None:
-        self.server: PhaseServer | None = None
         self.added = 0
         self._phase = phase
         self._refill = refill
@@ -134,8 +132,7 @@ class _Refilling(PhaseEvents):
         if more:
             self._phase.add_problems(more, self._number)
             self.added += len(more)
-            if self.server is not None:
-                self.server.tail_since = None
+            self.server.tail_since = None
 
 
 def _stats(server: PhaseServer, groups: Sequence[Group], carried: Sequence[OpenGroup]) -> dict[str, float]:

@@ -1,1 +1,1 @@
-"""The supported architectures, one module each. SGLang imports only these and starts 10 s sooner."""
+"""The supported architectures. SGLang imports only these and starts 10 s sooner."""

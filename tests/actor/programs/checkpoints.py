@@ -230,8 +230,7 @@ def gather_before_a_step(
         optimizer, found = actor.policy.optimizer, []
         for part in optimizer.chained_optimizers:
             part.optimizer.state.clear()
-            with optimizer_state.positions_without_padding(actor.policy.chunks):
-                gathered = optimizer_state.gather(part) or {}
+            gathered = optimizer_state.gather(part) or {}
             found += [pieces for by_dtype in gathered.values() for pieces in by_dtype.values()]
         tensors = {name: [t for p in found for t in p[name]._pieces.values()] for name in found[0]} if found else {}
         moments = [t for name in ("exp_avg", "exp_avg_sq") for t in tensors.get(name, [])]

@@ -36,7 +36,8 @@ def train(
     with open_scorer(rank, world_size, init_method, config, model_path) as actor:
         history = [step(actor, batch) for batch in batches]
         sequences = [s for c in batches[0] for s in c.sequences()]
-        scores = actor.score(sequences).tolist()
+        found = actor.policy.score(sequences, actor._plan(sequences), "last", temperature=1.0)
+        scores = [float(values[-1]) for values in found.to_arrays()]
         validation = actor.preference_validation(sequences, Pairs.of(batches[0]))
         actor.export_hf(target)
         return history, scores, validation

@@ -1,3 +1,0 @@
-from sglang.srt.models.llama import LlamaForCausalLM
-
-EntryClass = LlamaForCausalLM

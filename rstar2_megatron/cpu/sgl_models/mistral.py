@@ -1,3 +1,0 @@
-from sglang.srt.models.mistral import MistralForCausalLM
-
-EntryClass = MistralForCausalLM

@@ -1,3 +1,0 @@
-from sglang.srt.models.qwen2 import Qwen2ForCausalLM
-
-EntryClass = Qwen2ForCausalLM

@@ -1,3 +1,0 @@
-from sglang.srt.models.qwen3 import Qwen3ForCausalLM
-
-EntryClass = Qwen3ForCausalLM
