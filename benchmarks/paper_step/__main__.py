@@ -42,7 +42,7 @@ class Rehearsal(Trainer):
     processes: Processes
 
     def sync_weights(self, version: int) -> dict[str, float]:
-        self._gates_open = False
+        self._first_batch_unchecked = False
         return {}
 
 
@@ -115,7 +115,7 @@ def rehearse(options: argparse.Namespace, directory: Path) -> Iterator[dict[str,
         CountingClock.processes = processes = Processes(known)
         trainer_module.Clock = CountingClock  # type: ignore[misc]
         trainer = Rehearsal(settings, groups["actor"], groups["engine"], coordinator, device="cpu", colocated=False)
-        trainer._gates_open = False  # no model, whose log-probs could agree
+        trainer._first_batch_unchecked = False  # no model, whose log-probs could agree
         for step, count in enumerate(options.problems, start=1):
             data = settings.data.model_copy(update={"rollout_batch_size": count})
             processes.forget_peaks()

@@ -82,7 +82,7 @@ def _write_in_threads(transforms: list[Any], rank: int, buckets: list[Any], resu
     write = filesystem_async.FileSystemWriterAsync.write_preloaded_data
     done: queue.Queue[Any] = queue.Queue()
     tokens: queue.Queue[int] = queue.Queue()  # one for each bucket that is not written
-    with ThreadPoolExecutor(len(buckets)) as threads:
+    with ThreadPoolExecutor(max(1, len(buckets))) as threads:
         for number, bucket in enumerate(buckets):
             tokens.put(number)
             threads.submit(write, transforms, number, bucket, done, tokens, use_fsync=True)

@@ -38,8 +38,8 @@ class DeadlineExceeded(RuntimeError):
     """A worker did not answer in time."""
 
 
-class EnginesLost(RuntimeError):
-    """Engines are lost and could not be restarted."""
+class NoEngineLeft(RuntimeError):
+    """Every engine is lost for good. The trainer may start their workers again."""
 
 
 def _out_of_memory(call: str, text: str) -> str:

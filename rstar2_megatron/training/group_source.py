@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from rstar2_megatron.cluster.phases.continuous import ContinuousRollout
+from rstar2_megatron.cluster.phases.asynchronous import AsynchronousSource
 from rstar2_megatron.cluster.phases.coordinator import Refill, RolloutCoordinator
 from rstar2_megatron.data.loader import ProblemLoader
 from rstar2_megatron.records.trajectory_files import read_groups, rollouts_path
-from rstar2_megatron.rollout.losses import check_dropped
+from rstar2_megatron.rollout.dropped import check_dropped
 from rstar2_megatron.rollout.phase import problems_to_refill
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.settings.schema import Settings
@@ -29,8 +29,8 @@ class GroupSource(Protocol):
     def next(self, step: int, loader: ProblemLoader) -> list[Group]:
         """The groups of training step `step`, rejected ones included. Raises TooManyDropped, and what ends a rollout."""
 
-    def engines_lost(self) -> None:
-        """`next` has raised EnginesLost, and is called again when engines run. Nothing of the step is lost."""
+    def no_engine_left(self) -> None:
+        """`next` has raised NoEngineLeft, and is called again when engines run. Nothing of the step is lost."""
         return
 
     def stats(self, seconds: dict[str, float]) -> dict[str, float]:
@@ -62,7 +62,7 @@ class GroupSource(Protocol):
 def make_source(settings: Settings, coordinator: RolloutCoordinator, rejected: IsRejected) -> GroupSource:
     """By `algorithm.max_staleness`."""
     if settings.algorithm.max_staleness:
-        return ContinuousRollout(coordinator.end, coordinator.tokens, settings, rejected)
+        return AsynchronousSource(coordinator.end, coordinator.tokens, settings, rejected)
     return SynchronousSource(settings, coordinator, rejected)
 
 

@@ -13,14 +13,14 @@ from rstar2_megatron.algorithm.batch import TrainBatch, TrainSequence, train_seq
 from rstar2_megatron.algorithm.credit import advantages_of, overlong_metrics
 from rstar2_megatron.algorithm.roc import ResampleResult
 from rstar2_megatron.algorithm.selection import Selection
-from rstar2_megatron.cluster.calls import EnginesLost, WorkerGroup, WorkerLost
+from rstar2_megatron.cluster.calls import NoEngineLeft, WorkerGroup, WorkerLost
 from rstar2_megatron.cluster.phases.coordinator import RolloutCoordinator
 from rstar2_megatron.cluster.rollout_group import RolloutGroup
 from rstar2_megatron.cluster.tokens import put_sequences
 from rstar2_megatron.data.loader import ProblemLoader
 from rstar2_megatron.records.samples import ShownGroup, choose_shown
 from rstar2_megatron.records.trace import CHECKPOINT, SYNC, TRACE
-from rstar2_megatron.rollout.losses import check_dropped
+from rstar2_megatron.rollout.dropped import check_dropped
 from rstar2_megatron.rollout.phase import drop_held
 from rstar2_megatron.rollout.stats import trajectory_age
 from rstar2_megatron.settings.schema import Settings
@@ -74,7 +74,7 @@ class Trainer:
         if colocated:
             resync = lambda: self.sync_weights(self._version)  # noqa: E731
             self._colocation = Colocation(actor, rollout, resync, self.timeout_s)
-        self._gates_open = True  # until the first batch has passed the step-0 gates
+        self._first_batch_unchecked = True  # until the first batch has passed the step-0 gates
 
     def step(
         self,
@@ -118,15 +118,15 @@ class Trainer:
     def next_groups(self, step: int, loader: ProblemLoader) -> list[Group]:
         """`GroupSource.next`. When no engine is left, lost workers are started again with the present weights.
 
-        Raises EnginesLost when none can be (`rollout.max_engine_restarts`).
+        Raises NoEngineLeft when none can be (`rollout.max_engine_restarts`).
         """
         while True:
             try:
                 return self.source.next(step, loader)
-            except EnginesLost:
+            except NoEngineLeft:
                 if not self.rollout.restartable:
                     raise
-                self.source.engines_lost()
+                self.source.no_engine_left()
                 self.sync_weights(self._version)
 
     def _resample_and_batch(
@@ -201,7 +201,7 @@ class Trainer:
     def sync_weights(self, version: int) -> dict[str, float]:
         """Bring every engine to the actor's weights and stamp them `version`. Lost rollout workers are started again before.
 
-        After a fallback to another route, or a worker's restart, the weights are compared by checksum. Raises EnginesLost when
+        After a fallback to another route, or a worker's restart, the weights are compared by checksum. Raises NoEngineLeft when
         no engine is left and none can be started again (`rollout.max_engine_restarts`).
         """
         self._version = version
@@ -210,10 +210,10 @@ class Trainer:
             try:
                 metrics = self._sync_once(version)
                 break
-            except EnginesLost:
+            except NoEngineLeft:
                 if not self.rollout.restartable:
                     raise
-                self.source.engines_lost()
+                self.source.no_engine_left()
         self.source.new_weights(version)
         return metrics
 
@@ -272,11 +272,11 @@ class Trainer:
         On tokens of earlier weights actor and engine need not agree.
         """
         current = [i for i, t in enumerate(kept) if t.oldest_version == version]
-        if self._gates_open and current:
+        if self._first_batch_unchecked and current:
             chosen = batch.select(current)
             difference = self.actor.call("compare_logprobs", chosen, timeout_s=self.timeout_s)[0]
             gates.check_logprobs(difference, self.settings.actor.model.precision)
-            self._gates_open = False
+            self._first_batch_unchecked = False
 
 
 # laps that have a row of their own in a trace; the others are the driver's

@@ -7,7 +7,7 @@ import logging
 import time
 from pathlib import Path
 
-from rstar2_megatron.cluster.calls import DeadlineExceeded, EnginesLost, PendingCall, WorkerFailed, WorkerGroup
+from rstar2_megatron.cluster.calls import DeadlineExceeded, NoEngineLeft, PendingCall, WorkerFailed, WorkerGroup
 from rstar2_megatron.cluster.rollout_group import RolloutGroup
 from rstar2_megatron.cluster.weights import Sent
 from rstar2_megatron.settings.schema import Settings
@@ -47,13 +47,13 @@ class WeightSync:
 
         A route that fails gives way to the next one, which sends everything again; the failure of the last is raised.
         An engine that is lost on the way is started again with the new weights and costs no route. One that cannot be
-        started again is lost with its worker. A worker that dies on the way is left out. Raises EnginesLost when no worker
+        started again is lost with its worker. A worker that dies on the way is left out. Raises NoEngineLeft when no worker
         is left.
         """
         while True:
             self._look_at_engines()
             if not self._rollout.alive:
-                raise EnginesLost(f"no engine is left: {[*self._rollout.lost.values()][-1]}")
+                raise NoEngineLeft(f"no engine is left: {[*self._rollout.lost.values()][-1]}")
             try:
                 metrics = self._transfer(self._route(), version)
             except WorkerFailed as error:

@@ -14,10 +14,10 @@ import psutil
 import pytest
 from rlinf.scheduler import Channel
 
-from rstar2_megatron.cluster.calls import EnginesLost, WorkerGroup
+from rstar2_megatron.cluster.calls import NoEngineLeft, WorkerGroup
 from rstar2_megatron.cluster.channel import unpack
 from rstar2_megatron.cluster.launch import TrainingCluster
-from rstar2_megatron.cluster.phases.continuous import ContinuousRollout
+from rstar2_megatron.cluster.phases.asynchronous import AsynchronousSource
 from rstar2_megatron.cluster.phases.coordinator import PhaseResult, RolloutCoordinator
 from rstar2_megatron.cluster.phases.server import DriverEnd, PhaseServer
 from rstar2_megatron.cluster.reward_worker import RewardWorker
@@ -224,7 +224,7 @@ def test_rollouts_that_go_on_outlive_a_killed_worker(
     restarts = engines.restarts.total()
     seen: list[str] = []
     trainer = Trainer(settings, senders, engines, phases, device="cpu", colocated=False)
-    assert isinstance(trainer.source, ContinuousRollout)
+    assert isinstance(trainer.source, AsynchronousSource)
     try:
         senders.call("use_model", str(model), 1.25, timeout_s=CALL_S)
         trainer.sync_weights(0)
@@ -318,5 +318,5 @@ def test_the_others_do_the_work_of_an_engine_and_of_a_worker_that_are_lost(
 
     # that one is not started again, and the run ends
     os.kill(engines.call("pids", timeout_s=CALL_S)[0][0], signal.SIGKILL)
-    with pytest.raises(EnginesLost, match=r"no engine is left: .*the worker process died"):
+    with pytest.raises(NoEngineLeft, match=r"no engine is left: .*the worker process died"):
         phases.run(PROBLEMS, SPEC, "rollout")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rstar2_megatron.cluster.calls import EnginesLost, WorkerGroup, WorkerLost
+from rstar2_megatron.cluster.calls import NoEngineLeft, WorkerGroup, WorkerLost
 from rstar2_megatron.cluster.phases.server import PhaseEvents, PhaseServer
 from rstar2_megatron.rollout.messages import EngineGone, WorkRequest
 from rstar2_megatron.rollout.phase import RolloutPhase
@@ -119,6 +119,6 @@ def test_what_the_last_worker_held_is_taken_back_before_the_loss_is_raised() -> 
     run.phase.ended(0, 0, ended, 0.0)
     run.handle(EngineGone(1, 1, "no restart is left"), 0.0)
     engines.lost[0] = "it died"
-    with pytest.raises(EnginesLost, match="no engine is left: it died"):
+    with pytest.raises(NoEngineLeft, match="no engine is left: it died"):
         run.look_for_lost_workers()
     assert run.take_back() == [] and run.phase.open_groups[0].missing == [0, 1, 2, 3]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from rstar2_megatron.algorithm.early_stop import cut_rule
-from rstar2_megatron.cluster.calls import EnginesLost
+from rstar2_megatron.cluster.calls import NoEngineLeft
 from rstar2_megatron.cluster.phases.server import DriverEnd, PhaseEvents, PhaseServer
 from rstar2_megatron.cluster.tokens import TokenSource
 from rstar2_megatron.records.trace import TRACE
@@ -51,7 +51,7 @@ class RolloutCoordinator:
 
         Engines request slices of groups, so a faster engine gets more. `spec.tail` sets whether the phase waits for every
         trajectory. `refill` is called whenever a group is complete, and may add problems. The other engines take what an
-        engine, or a rollout worker, had when it was lost. Raises WorkerFailed, WorkerLost (a reward worker), EnginesLost, or
+        engine, or a rollout worker, had when it was lost. Raises WorkerFailed, WorkerLost (a reward worker), NoEngineLeft, or
         DeadlineExceeded after `runner.step_timeout_s`.
         """
         self.end.phases += 1
@@ -70,7 +70,7 @@ class RolloutCoordinator:
                     if phase.over:
                         server.look_for_lost_workers()  # of complete groups they held tokens, which others roll out again
                 workers = server.end(cut=spec.tail == "cut", timeout_s=deadline - time.monotonic())
-            except EnginesLost:
+            except NoEngineLeft:
                 server.take_back()  # carried groups go into another phase, if there is one
                 raise
         groups, carried = phase.finish()

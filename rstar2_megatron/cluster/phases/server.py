@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rstar2_megatron.cluster.calls import ChannelReader, DeadlineExceeded, EnginesLost, PendingCall, WorkerGroup
+from rstar2_megatron.cluster.calls import ChannelReader, DeadlineExceeded, NoEngineLeft, PendingCall, WorkerGroup
 from rstar2_megatron.cluster.channel import ENDED, TO_DRIVER, unpack, work_key
 from rstar2_megatron.cluster.rollout_group import RolloutGroup
 from rstar2_megatron.extension.user_code import UserCodeError
@@ -126,7 +126,7 @@ class PhaseServer:
     def take_in(self, message: Any) -> None:
         """Handle a message, or None, and look for failures about once a second.
 
-        Raises WorkerFailed, WorkerLost (a reward worker), EnginesLost, or what `DriverEnd.check_services` raises.
+        Raises WorkerFailed, WorkerLost (a reward worker), NoEngineLeft, or what `DriverEnd.check_services` raises.
         """
         if message is not None:
             self.handle(message, time.monotonic())
@@ -140,7 +140,7 @@ class PhaseServer:
     def handle(self, message: Any, now: float) -> None:
         """Handle a WorkRequest, an EngineGone or a packed list of RolloutResult. Messages of an earlier phase are ignored.
 
-        Raises EnginesLost when no engine is left, and what `DriverEnd.note_user_error` raises.
+        Raises NoEngineLeft when no engine is left, and what `DriverEnd.note_user_error` raises.
         """
         current = [
             one
@@ -170,7 +170,7 @@ class PhaseServer:
             self.tail_since = now
 
     def look_for_lost_workers(self) -> None:
-        """Queue again what workers had that have died since the last look. Raises EnginesLost and WorkerFailed."""
+        """Queue again what workers had that have died since the last look. Raises NoEngineLeft and WorkerFailed."""
         if self._generating is not None:
             self._generating.check()
         for engine in self.take_back():
@@ -189,7 +189,7 @@ class PhaseServer:
     def _lose(self, engine: int, reason: str) -> None:
         self._gone[engine] = reason
         if len(self._gone) == len(self._engines):
-            raise EnginesLost(f"no engine is left: {reason}")
+            raise NoEngineLeft(f"no engine is left: {reason}")
         if engine not in self._engines.lost:  # that has been said
             logger.warning("engine %d is gone, the others take its work: %s", engine, reason)
         self.phase.queue.lose_engine(engine)

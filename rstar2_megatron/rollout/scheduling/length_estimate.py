@@ -59,7 +59,7 @@ class LengthSurvival:
         self.log_survival[1:] = np.cumsum(np.log1p(-hazard))
 
 
-class GroupLengths:
+class GroupDurations:
     """Expected duration of a group's trajectories, from its ended and running ones. Used to start long groups first.
 
     The estimate is (seconds of ended and running trajectories) / (number ended), drawn towards the mean of all groups by

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rstar2_megatron.rollout.scheduling.length_estimate import GroupLengths
+from rstar2_megatron.rollout.scheduling.length_estimate import GroupDurations
 from rstar2_megatron.trajectory import Problem, Trajectory
 
 _LOADS_S = 0.5  # interval at which the engines' loads are recomputed
@@ -66,7 +66,7 @@ class WorkQueue:
         self._pending: list[int] = []  # groups with rollouts to hand out, in order of arrival
         self.left = 0
         """Number of rollouts that no engine has taken."""
-        self._lengths = GroupLengths()
+        self._durations = GroupDurations()
         self._held = [0] * num_engines  # unfinished rollouts of each engine
         self._loads = [0.0] * num_engines  # expected remaining seconds of these rollouts, summed
         self._loads_at = float("-inf")
@@ -83,7 +83,7 @@ class WorkQueue:
     def forget(self, group: int) -> None:
         """Remove a group of which nothing is left to hand out or runs."""
         del self._groups[group]
-        self._lengths.forget(group)
+        self._durations.forget(group)
 
     def take(self, engine: int, now: float) -> tuple[int, list[int]] | None:
         """The next slice for `engine`: a group and rollout indices. None when the engine gets nothing now.
@@ -108,7 +108,7 @@ class WorkQueue:
         chosen.since += len(taken) * now
         self.left -= len(taken)
         self._held[engine] += len(taken)
-        self._loads[engine] += len(taken) * self._lengths.expected(chosen.group)
+        self._loads[engine] += len(taken) * self._durations.expected(chosen.group)
         if not chosen.indices:
             self._pending.remove(chosen.group)
         return chosen.group, taken
@@ -118,7 +118,7 @@ class WorkQueue:
         self._held[engine] -= 1
         since = self._groups[group].stop(index)
         if since is not None:
-            self._lengths.add(group, now - since)
+            self._durations.add(group, now - since)
 
     def give_back(self, group: int, index: int) -> None:
         """Queue a rollout that came back unfinished."""
@@ -160,7 +160,7 @@ class WorkQueue:
         return max(candidates, key=urgency)
 
     def _expected(self, pending: _Pending, now: float) -> float:
-        return self._lengths.expected(pending.group, len(pending.running) * now - pending.since)
+        return self._durations.expected(pending.group, len(pending.running) * now - pending.since)
 
     def _is_above_average_load(self, engine: int, now: float) -> bool:
         """Whether the engine's load is above average.
@@ -170,7 +170,7 @@ class WorkQueue:
         """
         if not self._held[engine]:
             return False
-        if not self._lengths.known:
+        if not self._durations.known:
             return self._held[engine] > sum(self._held) / len(self._alive) + self.slice_size
         if self.left >= sum(self._held):
             return False

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rstar2_megatron.rollout.scheduling.adaptive_budget import POLICIES, AdaptiveBudget, make_budget
 from rstar2_megatron.rollout.scheduling.admission_queue import Admission, AdmissionQueue
 from rstar2_megatron.rollout.scheduling.kv_budget import KVBudget
-from rstar2_megatron.rollout.scheduling.length_estimate import GroupLengths, LengthSurvival
+from rstar2_megatron.rollout.scheduling.length_estimate import GroupDurations, LengthSurvival
 
 TRAJECTORIES = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 140), st.floats(0.01, 1.0)), min_size=1, max_size=40)
 
@@ -316,7 +316,7 @@ def test_old_lengths_are_forgotten() -> None:
 
 
 def test_groups_are_ordered_by_siblings_ended_and_running() -> None:
-    lengths = GroupLengths()
+    lengths = GroupDurations()
     for _ in range(4):
         lengths.add(1, 10.0)
         lengths.add(2, 40.0)

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from rstar2_megatron.cluster.calls import EnginesLost
-from rstar2_megatron.cluster.phases.continuous import ContinuousRollout
+from rstar2_megatron.cluster.calls import NoEngineLeft
+from rstar2_megatron.cluster.phases.asynchronous import AsynchronousSource
 from rstar2_megatron.data.rows import DataError
-from rstar2_megatron.rollout.losses import TooManyDropped
+from rstar2_megatron.rollout.dropped import TooManyDropped
 from rstar2_megatron.rollout.phase import OpenGroup, Unfinished
 from rstar2_megatron.settings.load import load_settings
 from rstar2_megatron.settings.schema import Settings
@@ -47,17 +47,17 @@ def settings() -> Settings:
     return settings
 
 
-def rollout(settings: Settings, engines: PlayedEngines) -> ContinuousRollout:
+def rollout(settings: Settings, engines: PlayedEngines) -> AsynchronousSource:
     tokens: Any = SimpleNamespace(fetch=engines.fetch, fetch_complete=lambda groups: None)
 
     def is_rejected(group: Group) -> bool:
         return not group.usable or int(group.problem.query_id) % REJECTED == 0
 
-    return ContinuousRollout(driver_end(engines), tokens, settings, is_rejected)
+    return AsynchronousSource(driver_end(engines), tokens, settings, is_rejected)
 
 
 def steps(
-    run: ContinuousRollout, engines: PlayedEngines, loader: Any, first: int, last: int, bound: int
+    run: AsynchronousSource, engines: PlayedEngines, loader: Any, first: int, last: int, bound: int
 ) -> Iterator[tuple[int, list[Group]]]:
     """Train steps first .. last. What the trainer does beside the engines is left out."""
     for step in range(first, last + 1):
@@ -75,7 +75,7 @@ def ids(groups: list[Group]) -> list[int]:
     return [int(g.problem.query_id) for g in groups]
 
 
-def four_steps(run: ContinuousRollout, engines: PlayedEngines) -> Iterator[int]:
+def four_steps(run: AsynchronousSource, engines: PlayedEngines) -> Iterator[int]:
     """Steps 1 to 4, the last ones of the run; at their end each problem was trained once, and whole."""
     loader: Any = Loader()
     seen: list[int] = []
@@ -163,7 +163,7 @@ def test_a_pause_outlives_the_last_worker(settings: Settings) -> None:
             deadline = time.monotonic() + 20
             while run._failure is None and time.monotonic() < deadline:
                 time.sleep(0.01)
-            assert isinstance(run._failure, EnginesLost) and run.engines_gone
+            assert isinstance(run._failure, NoEngineLeft) and run.engines_gone
             run.pause()
             engines.dead.clear()
             engines.lost.clear()

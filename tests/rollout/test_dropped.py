@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rstar2_megatron.rollout.losses import TooManyDropped, check_dropped
+from rstar2_megatron.rollout.dropped import TooManyDropped, check_dropped
 from rstar2_megatron.trajectory import FinishReason, Group, Problem, Trajectory
 
 

@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rstar2_megatron.cluster.calls import DeadlineExceeded, EnginesLost, WorkerLost
+from rstar2_megatron.cluster.calls import DeadlineExceeded, NoEngineLeft, WorkerLost
 from rstar2_megatron.cluster.phases.server import DriverEnd, PhaseEvents, PhaseServer
 from rstar2_megatron.cluster.tokens import TokenSource
 from rstar2_megatron.data.loader import ProblemLoader
 from rstar2_megatron.data.rows import DataError
-from rstar2_megatron.rollout.losses import check_dropped
+from rstar2_megatron.rollout.dropped import check_dropped
 from rstar2_megatron.rollout.phase import RolloutPhase, Unfinished
 from rstar2_megatron.rollout.scheduling.staleness import StalenessSchedule
 from rstar2_megatron.rollout.scheduling.work_queue import Slice, WorkQueue
@@ -33,7 +33,7 @@ _POLL_S = 0.2
 _JOIN_S = 30.0  # the thread may be in a call of Ray
 
 
-class ContinuousRollout(PhaseEvents):
+class AsynchronousSource(PhaseEvents):
     """Source of the groups of a run with `algorithm.max_staleness`: a step takes the next batch of the buffer.
 
     Tokens may be that many weight versions older than the weights that they train. Every public method belongs to the driver's
@@ -182,13 +182,13 @@ class ContinuousRollout(PhaseEvents):
             with self._changed:
                 self._by_step.phase_ended(server.end(cut=False, timeout_s=self._timeout_s))
                 self._fetch_tokens(server)
-        except EnginesLost:
-            self.engines_lost()
+        except NoEngineLeft:
+            self.no_engine_left()
         else:
             self._leave(server)
 
-    def engines_lost(self) -> None:
-        """After EnginesLost: what the engines had is rolled out again after the next call of `next`."""
+    def no_engine_left(self) -> None:
+        """After NoEngineLeft: what the engines had is rolled out again after the next call of `next`."""
         if self._server is not None:
             self._stop_thread()
             with self._changed:
