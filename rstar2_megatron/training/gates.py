@@ -1,4 +1,4 @@
-"""Gates: checks before the first update; a run that fails one ends with the figures and the remedy.
+"""Gates: checks before the first update, some at every step; a run that fails one ends with the figures and the remedy.
 
 They find errors that spoil a run silently: a prompt without its tool, a mask that trains tool output, an engine that
 samples from other weights than the actor trains.
@@ -16,7 +16,7 @@ MAX_MEAN_LOGPROB_DIFF_BF16 = 0.05
 
 
 class GateError(RuntimeError):
-    """A step-0 gate failed; the message says which, with the figures and the remedy."""
+    """A gate failed; the message says which, with the figures and the remedy."""
 
 
 def check_trained_tokens(trajectories: Sequence[Trajectory], batched: int) -> None:
