@@ -16,7 +16,7 @@ from rstar2_megatron.data.loader import ProblemLoader
 from rstar2_megatron.data.problems import read_problems
 from rstar2_megatron.records.trace import read_trace, trace_path
 from rstar2_megatron.records.trajectory_files import read_groups, rollouts_path
-from rstar2_megatron.report.step_bound import row_names
+from rstar2_megatron.report.step_bound import timeline
 from rstar2_megatron.settings.load import load_settings
 from rstar2_megatron.trajectory import Trajectory
 from tests.e2e.runs import RunProcess, arguments, read_jsonl
@@ -125,7 +125,7 @@ def test_full_disk_dead_judge_and_a_kill_cost_no_problem(cache: Path, tmp_path: 
     assert max(row["rollout/engine/staleness_max"] for row in rows) >= 1
     assert all(rows[n]["eval/samples"] == 4 for n in (1, 3, 5))
 
-    assert {"engine 0", "actor rank 0"} <= set(row_names(read_trace(trace_path(directory, 6))).values())
+    assert {"engine 0", "actor rank 0"} <= set(timeline(read_trace(trace_path(directory, 6))).rows.values())
 
     every = trained_once(directory, STEPS)
     assert any(len({span.version for span in t.version_spans}) > 1 for _, t in every)

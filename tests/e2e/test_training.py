@@ -22,7 +22,7 @@ from rstar2_megatron.evaluation.model_directory import find_run_config, hugging_
 from rstar2_megatron.records.trace import trace_path
 from rstar2_megatron.records.trajectory_row import FLOATS, unpack
 from rstar2_megatron.report.names import TO_VERL
-from rstar2_megatron.report.step_bound import row_names, shares_of, timeline
+from rstar2_megatron.report.step_bound import shares_of, timeline
 from rstar2_megatron.report.trajectories import main as report_trajectories
 from rstar2_megatron.services.redis_server import RedisServer
 from rstar2_megatron.settings.load import load_settings
@@ -77,7 +77,7 @@ def test_the_traced_step_has_every_row_and_the_shares_of_its_metrics(first_run: 
     events = json.loads(trace_path(first_run, 2).read_text())
     step = timeline(events)
     rows = {"driver", "engine 0", "engine 1", "tool calls", "grading", "actor rank 0", "actor rank 1"}
-    assert set(row_names(events).values()) == rows | {"weight sync", "checkpoint"}
+    assert set(step.rows.values()) == rows | {"weight sync", "checkpoint"}
     assert len(step.tasks) == 4 * 16 and all(task.complete for task in step.tasks)
     (whole,) = [span for span in step.spans if span.name == "step 2"]
     inside = [span for span in (*step.spans, *step.tasks) if span is not whole]
