@@ -15,7 +15,7 @@ from rstar2_megatron.data.json_text import BLANKS
 
 # Where an answer is to be put. Other words ("modulo 1000", "rounded") are part of what is asked.
 _PLACE = (
-    r"(?:\W+(?:in|within|inside|into|using|as|with|by|on|to|an?|the|its|own|line|latex|form|format|box(?:es|ed)?|command|of))*"
+    r"(?:\W+(?:in|within|inside|into|using|as|with|by|on|to|an?|the|its|own|line|latex|form|format|box(?:es|ed)?|command|of|single|only|enclosed|number|integer))*"
     r"\W*?"
 )
 # Instructions before a problem, and after it; each match is removed until none is left.
@@ -39,7 +39,8 @@ _WRAPPERS = tuple(
         + r"\\+boxed\s*\{[^{}]*\}\.?\s*$",
         r"\s*Present the answer in LaTe?X format:\s*\\+boxed\{[^{}]*\}\.?\s*$",
         r"\s*The last line of your response should be of the form[^\n]*$",
-        r"\s*请?(?:把|将)(?:你的)?(?:最终)?答案[放写填置用以在入到于进个一框中里内的\s]{0,20}\\+boxed\s*\{[^{}]*\}[^\n]{0,4}\s*$",
+        r"\s*Your final answer should be of the form\s+[\"']?Answer:[^\n]*$",
+        r"\s*请?(?:把|将)(?:你的)?(?:最终)?答案[放写填置用以在入到于进个一框中里内的成\s]{0,20}\\+boxed\s*\{[^{}]*\}[^\n]{0,4}\s*$",
     )
 )
 # A problem must not match this after cleaning: it would ask for another form of answer than the template.
@@ -51,7 +52,7 @@ _WORD = rf"{_HAN}|(?:(?!{_HAN})[^\W_]|[{_MARKS}])+"  # marks: of vowels in Hindi
 _WORDS = re.compile(_WORD)
 # A hyphen before a word and the bold of Markdown are dressing.
 _WORDS_AND_OPERATORS = re.compile(
-    _WORD + r"|(?<=[0-9)])[!%]|[()|+/<>=\u00b1\u00d7\u00f7\u2200-\u22ff]|-(?![^\W\d_]{2})|(?<!\*)\*(?!\*)"
+    _WORD + r"|(?<=[0-9)])[!%]|[+/<>=\u00b1\u00d7\u00f7\u2200-\u22ff]|-(?![^\W\d_]{2})|(?<!\*)\*(?!\*)"
 )
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 _RAISED = re.compile(r"[\u00b2\u00b3\u00b9\u2070-\u209f]+")  # superscripts and subscripts
@@ -100,7 +101,7 @@ def words(text: str, operators: bool = False) -> list[str]:
 
     operators: also + - < and the like, by which two problems of the same words differ.
     """
-    apart = _RAISED.sub(r" \g<0> ", text)  # as LaTeX's 2^7 are two numbers
+    apart = _RAISED.sub(r" \g<0> ", text.replace("\\%", "%"))  # as LaTeX's 2^7 are two numbers
     same = unicodedata.normalize("NFKC", apart).lower().replace("\u2212", "-")
     return (_WORDS_AND_OPERATORS if operators else _WORDS).findall(same)
 

@@ -93,11 +93,10 @@ def read_message(raw: Any) -> Message:
         raise ValueError("has reasoning_content that is no text, or tool_calls that are no list")
     if assistant and not reasoning and (thought := _THOUGHT.match(text)):
         reasoning, text = thought[1], text[thought.end() :]
-    call_id = str(raw.get("tool_call_id") or "") if role == "tool" else ""
+    call_id = _id(raw, "tool_call_id") if role == "tool" else ""
     message = Message(role, text, reasoning if reasoning.strip() else "", tuple(map(read_call, calls)), call_id)
     whole = "\n".join([text, reasoning, *(call.body for call in message.calls)]) if assistant else text
-    # A program may have printed whatever it likes.
-    if fault := unreadable(whole, CONTROL if role != "tool" else _NUL):
+    if fault := unreadable(whole, CONTROL if assistant else _NUL):  # the others' texts are not trained: logs, pages of a PDF
         raise ValueError(f"has {fault}")
     if assistant and (found := CONTROL_TOKEN.search(whole)):
         raise ValueError(f"holds {found[0]}, which would be trained as a control token; remove it, or spell it otherwise")
@@ -133,7 +132,11 @@ def read_call(raw: Any) -> Call:
         body = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError):
         raise ValueError(f"has a call of {name!r} whose arguments hold what JSON cannot (NaN, a date); write a text") from None
-    return Call(name, arguments, body, str(raw.get("id") or ""))
+    return Call(name, arguments, body, _id(raw, "id"))
+
+
+def _id(raw: dict[str, Any], key: str) -> str:
+    return "" if raw.get(key) is None else str(raw[key])
 
 
 def read_tools(value: Any) -> list[dict[str, Any]]:

@@ -97,14 +97,18 @@ def read_problems(
 def _stems(inputs: Sequence[Input]) -> list[str]:
     """Short names of the inputs, with as many directories as tell them apart: `gsm8k-train` and `math-train`."""
     paths = [one.place.absolute() for one in inputs]
-    parts = [(*path.parts[1:-1], path.stem) for path in paths]
+    stems = [(*path.parts[1:-1], path.stem) for path in paths]
+    names = [(*path.parts[1:-1], path.name) for path in paths]  # of files that differ in their suffix
 
-    def name(path: Path, own: tuple[str, ...]) -> str:
-        tails = (own[-depth:] for depth in range(1, len(own) + 1))
-        alone = (tail for tail in tails if sum(other[-len(tail) :] == tail for other in parts) == 1)
-        return "-".join(next(alone, (path.name,)))  # beside a file that differs in its suffix
+    def name(number: int) -> str:
+        for parts in (stems, names):
+            for depth in range(1, len(parts[number]) + 1):
+                tail = parts[number][-depth:]
+                if sum(other[-depth:] == tail for other in parts) == 1:
+                    return "-".join(tail)
+        return str(inputs[number].hub or paths[number].name)
 
-    return list(map(name, paths, parts))
+    return list(map(name, range(len(inputs))))
 
 
 @functools.lru_cache(maxsize=8)  # the check before a run and the run itself read the same files
@@ -154,8 +158,12 @@ def _with_answer(row: dict[str, Any], columns: Columns) -> dict[str, Any]:
     truth = rule.get("ground_truth") if isinstance(rule, dict) else None
     if row.get(columns.answer) is not None or truth is None:
         return row
-    answers = truth
-    if any(isinstance(answer, dict | list) for answer in (truth if isinstance(truth, list) else [truth])):
+    answers = truth if isinstance(truth, list) else [truth]
+    with contextlib.suppress(TypeError, ValueError, RecursionError):  # one answer, which became text as a list
+        match json.loads(truth):
+            case [str(answer)]:
+                answers = [answer]
+    if any(isinstance(answer, dict | list) for answer in answers):
         with contextlib.suppress(TypeError, ValueError):  # what is no JSON is refused with the row's other columns
             answers = [json.dumps(truth, ensure_ascii=False)]
     return {**row, columns.answer: answers, "task": row.get("task") or row.get("data_source")}
@@ -180,9 +188,9 @@ def problem_of(row: dict[str, Any], where: str, prompt_key: str, answer_key: str
     """A row as training reads it. Raises DataError that begins with `where`."""
     known = {prompt_key, answer_key, "query_id", "task"}
     given = {key: value for key, value in row.items() if value is not None}
-    if media := next((key for key in _MEDIA if row.get(key)), ""):
+    if media := next((key for key in _MEDIA if isinstance(row.get(key), list) and any(row[key])), ""):
         raise DataError(f"{where}: the row has {media}, which no model here reads; leave out what asks about them by data.rows")
-    answers = _listed(row[answer_key], where, answer_key, str)
+    answers = _listed(row[answer_key], where, answer_key)
     solutions = list(answers) if isinstance(answers, list | tuple | np.ndarray) else [answers]
     extra = {key: value for key, value in row.items() if key not in known}
     try:
@@ -193,15 +201,15 @@ def problem_of(row: dict[str, Any], where: str, prompt_key: str, answer_key: str
         raise DataError(f"{where}: the row has {fault}")
     return Problem(
         query_id=_text(given.get("query_id", default_id), where, "query_id"),
-        prompt=_messages(_listed(row[prompt_key], where, prompt_key, str, dict), where, prompt_key),
+        prompt=_messages(_listed(row[prompt_key], where, prompt_key), where, prompt_key),
         solutions=[_text(answer, where, answer_key, "a non-empty list of answers, ") for answer in solutions or [[]]],
         task=_text(given.get("task", "math"), where, "task"),
         extra=json.loads(text),  # as a file would have it, without classes of the user's
     )
 
 
-def _listed(value: Any, where: str, key: str, *kinds: type) -> Any:
-    """The list of one of these kinds that a text holds, as tables write it: '["4"]' in JSON, "['4']" in Python."""
+def _listed(value: Any, where: str, key: str) -> Any:
+    """The list of texts or messages that a text holds, as tables write it: '["4"]' in JSON, "['4']" in Python."""
     if not isinstance(value, str) or not _LIST.fullmatch(value.strip()):
         return value
     for parse in (json.loads, _literal):
@@ -209,7 +217,7 @@ def _listed(value: Any, where: str, key: str, *kinds: type) -> Any:
             found = parse(value.strip())
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
-        listed = isinstance(found, list) and any(all(isinstance(part, kind) for part in found) for kind in kinds)
+        listed = isinstance(found, list) and any(all(isinstance(part, kind) for part in found) for kind in (str, dict))
         return found if listed else value
     raise DataError(
         f"{where}: {key!r} is a list that became text and cannot be read again exactly, got {value[:80]!r}; write the list "

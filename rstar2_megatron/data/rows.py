@@ -132,7 +132,12 @@ def find_files(pattern: str) -> list[Path]:
 
 def data_files(directory: Path) -> list[Path]:
     """The data files below it, sorted. Raises DataError for one that would not be read."""
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    hidden = (".", "__")  # downloads' own
+    files = sorted(
+        path
+        for path in directory.rglob("*")
+        if path.is_file() and not any(part.startswith(hidden) for part in path.relative_to(directory).parts)
+    )
     if unread := [path for path in files if path.suffix.lower() in _UNREAD]:
         raise DataError(f"{unread[0]}: such files are not read; unpack or convert it, or move it out of {directory}")
     return [path for path in files if path.suffix.lower() in SUFFIXES]
@@ -283,7 +288,7 @@ def hub_rows(name: HubName, *, columns: Sequence[str] | None = None, skip: int =
             repo = str(Path(name.repo).absolute()) if here else name.repo
             builder = datasets.load_dataset_builder(repo, name.config, revision=name.revision)
             if here:
-                _check_files(Path(repo), builder.config.data_files or {})
+                _check_files(name, builder.config.data_files or {})
             published = builder.info.features
             if columns is not None and published is not None and hasattr(builder.config, "columns"):
                 # parquet: the other columns are not even downloaded
@@ -302,15 +307,22 @@ def hub_rows(name: HubName, *, columns: Sequence[str] | None = None, skip: int =
         raise kind(f"{name}: cannot be read {source} ({type(error).__name__}: {str(error)[:300]}){remedy}") from error
 
 
-def _check_files(directory: Path, by_split: Mapping[str, Sequence[Any]]) -> None:
+def _check_files(name: HubName, by_split: Mapping[str, Sequence[Any]]) -> None:
     """Raises DataError for a data file that datasets passes over, and for tables, whose cells it changes: 007 becomes 7."""
-    read = {Path(str(file)) for files in by_split.values() for file in files}
+    directory = Path(name.repo).resolve()
+    read = {Path(str(file)).resolve() for files in by_split.values() for file in files}
     if tables := sorted(file for file in read if file.suffix.lower() in _TABLES):
         raise DataError(
             f"{directory}: datasets reads texts of {tables[0].name} as numbers and dates; name the files one by one"
         )
-    if passed := [file for file in data_files(directory) if read and file not in read]:
-        raise DataError(f"{directory}: datasets does not read {passed[0].name} beside the others; name the files one by one")
+    card = directory / "README.md"
+    if not read or name.config or (card.is_file() and "configs:" in card.read_text(encoding="utf-8", errors="replace")):
+        return  # which files belong together is written down
+    kinds = {file.suffix.lower() for file in read}
+    for file in map(Path.resolve, data_files(directory)):
+        about = file.suffix.lower() == ".json" and ".json" not in kinds  # report.json, dataset_infos.json
+        if file not in read and not about:
+            raise DataError(f"{directory}: datasets does not read {file.name} beside the others; name the files one by one")
 
 
 @dataclass(frozen=True, slots=True)

@@ -209,7 +209,9 @@ def read_console(log: Log, path: Path) -> None:
                 pairs.pop()  # 5 of 512.5 would pass for a value
                 log.messages.append(f"{path}: line {place} has no end; its last value is left out")
             for pair in pairs:
-                name, colon, text = pair.partition(":")
+                name, colon, text = pair.rpartition(":")
+                if number(text) is None:  # tensor(0.5, device='cuda:0')
+                    name, colon, text = pair.partition(":")
                 if colon:
                     log.add_text(name.strip(), int(match.group(1)), text, number(text))
     if not found:

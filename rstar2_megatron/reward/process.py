@@ -34,6 +34,7 @@ class GradingProcess:
         self._about = pickle.dumps(about)
         self._output = subprocess.DEVNULL if quiet else None
         self._process: subprocess.Popen[bytes] | None = None
+        self._ended: io.FileIO | None = None  # a descriptor that can be read when the process has ended
         self._lock = threading.Lock()
         self._closed = False
         self.hung = False
@@ -92,6 +93,7 @@ class GradingProcess:
         self.hung = False
         try:
             # A process that the user's code forked may hold the pipe open behind the end of the one that is asked.
+            assert self._ended is not None
             ready = wait([self._pipe, self._ended.fileno()], timeout_s)
             if self._pipe in ready:
                 return self._pipe.recv_bytes()
@@ -111,7 +113,8 @@ class GradingProcess:
             self._process.kill()
             self._process.wait()
             self._pipe.close()
-            self._ended.close()
+            if self._ended is not None:
+                self._ended.close()
 
     def close(self) -> None:
         """End the process for good, from any thread; whoever waits for it finds it dead."""

@@ -212,7 +212,10 @@ class Dialogue:
         self._calls += len(done)
 
     def _misused(self, what: str) -> UserCodeError:
-        return UserCodeError(f"{self._label}: {what}")
+        """It ends the dialogue too, because a loop may catch it and go on as before."""
+        error = UserCodeError(f"{self._label}: {what}")
+        self._over, self.failure = True, self.failure or error
+        return error
 
     async def _begin(self) -> None:
         if self._over:

@@ -94,6 +94,8 @@ class LimitedTool(Tool):
         thread: UserThread | None = None,
     ) -> Any:
         """`call_user` within the limits. A thread that goes on after its time keeps its place among `max_concurrency`."""
+        if thread is not None and thread.is_late:  # it would wait behind a call that keeps its own place
+            raise TookTooLong(f"an earlier call of {self.name} still runs")
         await self.slots.acquire()
         self.running += 1
         try:

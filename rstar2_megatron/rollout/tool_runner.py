@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from rstar2_megatron.extension import ToolError
 from rstar2_megatron.extension.user_code import UserCodeError
 from rstar2_megatron.records.trace import TOOLS, TRACE
+from rstar2_megatron.rollout.judge_tool import JudgeTool
 from rstar2_megatron.rollout.stats import RolloutStats
 from rstar2_megatron.rollout.tool import CallContext, Judge, Malformed, Tool
 from rstar2_megatron.rollout.tool_call import CallStatus, ParsedCall
@@ -98,7 +99,8 @@ class ToolRunner:
                     async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                         await tool.close(trajectory.session, self.judge)
                 except TimeoutError:
-                    pass  # the judge also ends the session after its time to live
+                    if not isinstance(tool, JudgeTool):  # which also ends the session after its time to live
+                        trajectory.note_failed_close(f"tool {tool} was not closed in {_CLOSE_TIMEOUT_S:g} s", "Timeout")
                 except UserCodeError as error:
                     trajectory.note_failed_close(str(error), error.kind)
             trajectory.session = ""

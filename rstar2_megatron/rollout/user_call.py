@@ -27,6 +27,16 @@ class UserThread:
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._started = False
+        self._late: asyncio.Future[Result] | None = None
+
+    def note_late(self, work: asyncio.Future[Result]) -> None:
+        """It runs on after its limit."""
+        self._late = work
+
+    @property
+    def is_late(self) -> bool:
+        """Whether what was given up still runs, so that nothing behind it would begin."""
+        return self._late is not None and not self._late.done()
 
     def submit(self, work: Callable[[], None]) -> None:
         """Run it behind what was submitted before. The thread ends with this object."""
@@ -55,6 +65,8 @@ async def call_user(
 
     on_end: called when it has ended, which a thread may do after its limit. thread: of a plain function; None: a new one.
     """
+    if thread is not None and thread.is_late:
+        raise TookTooLong
     if any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):  # type: ignore[operator]
         work: asyncio.Future[Result] = asyncio.ensure_future(_awaited(function, arguments, named))
     else:
@@ -66,6 +78,8 @@ async def call_user(
         if isinstance(work, asyncio.Task):
             work.cancel()
     if not done:
+        if thread is not None:
+            thread.note_late(work)
         raise TookTooLong
     value, failure = work.result()
     if failure is not None:

@@ -59,25 +59,19 @@ def render_conversation(messages: Sequence[Any], tools: Any = None, specials: re
 def _in_order(messages: list[Message]) -> list[Message]:
     """The results of each turn's calls in the order of the calls, where both have ids. Raises ValueError."""
     ordered: list[Message] = []
-    calls: list[str] = []
     for is_tool, run in itertools.groupby(messages, lambda message: message.role == "tool"):
         members = list(run)
         if is_tool:
             number = len(ordered) + 1
-            if not ordered or not _calls(ordered[-1]):
+            if not any(message.role == "assistant" for message in ordered):
                 raise ValueError(f"message {number} of {len(messages)} is a tool's result, and no call stands before it")
             calls = [call.call_id for call in ordered[-1].calls]
-            if calls and all(calls):
-                if lost := next((one.call_id for one in members if one.call_id and one.call_id not in calls), ""):
+            if len(calls) > 1 and all(calls) and all(one.call_id for one in members):
+                if lost := next((one.call_id for one in members if one.call_id not in calls), ""):
                     raise ValueError(f"message {number} of {len(messages)}: no call before it has the tool_call_id {lost!r}")
-                if all(one.call_id for one in members):
-                    members.sort(key=lambda one: calls.index(one.call_id))
+                members.sort(key=lambda one: calls.index(one.call_id))
         ordered += members
     return ordered
-
-
-def _calls(message: Message) -> bool:
-    return message.role == "assistant" and bool(message.calls or OPEN in f"{message.content}{message.reasoning}")
 
 
 def _checked(message: Message, tools: list[dict[str, Any]], specials: re.Pattern[str] | None, *, first: bool) -> Message:
@@ -112,7 +106,7 @@ def row_segments(row: Mapping[str, Any], specials: re.Pattern[str] | None = None
 
     Raises ValueError for a row of another shape, or of which nothing is trained.
     """
-    given = [key for key in ("segments", "messages", "system", "system_prompt", "functions") if row.get(key) is not None]
+    given = [key for key in ("segments", "messages", "system", "system_prompt", "functions") if row.get(key) not in (None, "")]
     if given not in (["segments"], ["messages"]) or not isinstance(row[given[0]], list):
         raise ValueError(
             'expected {"messages": [...], "tools": [...]} or {"segments": [[text, 0 or 1], ...]}, got '

@@ -29,6 +29,8 @@ DAPO = (
         '{}\n\nRemember to put your answer on its own line after "Answer:", and you do not need to use a \\boxed command.',
         "{}\n请将最终答案放在\\boxed{{}}中。",
         "{}\nPut your answer inside a box using the LaTeX command \\boxed{{}}.",
+        "{}\nGive your final answer (a number) within a single \\boxed{{}}.",
+        "{}\n请将最终答案写成\\boxed{{}}的形式。",
     ],
 )
 def test_wrappers_of_public_sets_come_off(wrapped: str) -> None:
@@ -176,7 +178,11 @@ def test_boilerplate_can_be_spared() -> None:
     assert NGramIndex(texts[:1] * 5, boilerplate=3).match(problem) is not None  # one problem, five times
 
 
-def test_brackets_and_signs_behind_numbers_tell_problems_apart() -> None:
-    for one, two in (("(1+2)*3?", "1+(2*3)?"), ("Is it 5!?", "Is it 5?"), ("10% of 50", "10 of 50"), ("|x|-1", "x-1")):
-        assert fingerprint(words(one, operators=True)) != fingerprint(words(two, operators=True))
-    assert fingerprint(words("Find it!", operators=True)) == fingerprint(words("Find it.", operators=True))
+def test_signs_behind_numbers_tell_problems_apart() -> None:
+    def key(text: str) -> str:
+        return fingerprint(words(text, operators=True))
+
+    assert key("Is it 5!?") != key("Is it 5?") and key("10% of 50") != key("10 of 50")
+    assert (
+        key("Find it!") == key("Find it.") and key("5\\% of it") == key("5% of it") and key("Find \\(x\\)") == key("Find $x$")
+    )

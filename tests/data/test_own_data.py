@@ -104,6 +104,23 @@ def test_a_directory_of_which_datasets_would_pass_over_a_file_is_refused(
         read_problems([tmp_path / "tables"], KEYS)
 
 
+def test_directories_with_other_files_about_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results of a conversion, a snapshot of the hub, and all of it behind a link."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    for name in ("train.jsonl", "validation.jsonl", ".cache/huggingface/a.jsonl"):
+        write_rows(tmp_path / "disk" / "set" / name, ROWS)
+    for name in ("report.json", "dataset_infos.json"):
+        (tmp_path / "disk" / "set" / name).write_text("{}")
+    (tmp_path / "home").symlink_to(tmp_path / "disk")
+    assert len(read_problems([tmp_path / "home" / "set"], KEYS)) == 3
+    for name in ("a/x.parquet", "b/y.parquet"):
+        write_rows(tmp_path / "configs" / name, ROWS)
+    (tmp_path / "configs" / "README.md").write_text(
+        "---\nconfigs:\n- config_name: one\n  data_files: a/*.parquet\n- config_name: two\n  data_files: b/*.parquet\n---\n"
+    )
+    assert len(read_problems([f"hf:{tmp_path}/configs:one:train"], KEYS)) == 3
+
+
 def test_a_directory_with_the_name_of_a_reader_is_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
@@ -184,10 +201,21 @@ def test_other_texts_in_brackets_stay_texts(tmp_path: Path, text: str) -> None:
 
 
 def test_as_many_directories_as_tell_files_apart(tmp_path: Path) -> None:
-    names = ["gsm8k/main/train.jsonl", "math/main/train.jsonl", "d/rows.jsonl", "d/rows.parquet", "else.jsonl"]
+    names = [
+        "gsm8k/main/train.jsonl",
+        "math/main/train.jsonl",
+        "d/rows.jsonl",
+        "d/rows.parquet",
+        "else.jsonl",
+        "x/t.jsonl",
+        "x/t.csv",
+        "y/t.jsonl",
+        "y/t.csv",
+    ]
     problems = read_problems([write_rows(tmp_path / name, ROWS[:1]) for name in names], KEYS)
     ids = [problem.query_id for problem in problems]
-    assert ids == ["gsm8k-main-train-1", "math-main-train-1", "rows.jsonl-1", "rows.parquet-1", "else-1"]
+    both = ["x-t.jsonl-1", "x-t.csv-1", "y-t.jsonl-1", "y-t.csv-1"]
+    assert ids == ["gsm8k-main-train-1", "math-main-train-1", "rows.jsonl-1", "rows.parquet-1", "else-1", *both]
 
 
 def test_exact_decimals_of_parquet_are_answers(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ def test_verl_console_with_colours_prefixes_and_numpy_values(tmp_path: Path) -> 
     log_file.write_text(
         "starting\n"
         "\x1b[36m(TaskRunner pid=77)\x1b[0m step:1 - critic/rewards/mean:np.float64(0.41) - "
-        "actor/kl:tensor(0.5, device='cuda:0') - "
+        "actor/kl:tensor(0.5, device='cuda:0') - reward/a:b:0.7 - "
         "response_length/mean:512.5 - actor/lr:1e-06 - val-core/aime/reward/mean@16:-0.5\n"
         "(TaskRunner pid=77) step:2 - critic/rewards/mean:0.5 - response_length/mean:nan - broken:abc\n"
         "step:3 - critic/rewards/me"
@@ -28,7 +28,7 @@ def test_verl_console_with_colours_prefixes_and_numpy_values(tmp_path: Path) -> 
     log = read_log(log_file, verl=True)
     assert log.series[REWARD] == {1: 0.41, 2: 0.5}
     assert log.series[LENGTH] == {1: 512.5}
-    assert log.series["train/actor/lr"] == {1: 1e-6} and {1: 0.5} in log.series.values()
+    assert log.series["train/actor/lr"] == {1: 1e-6} and {1: 0.5} in log.series.values() and {1: 0.7} in log.series.values()
     assert log.series["eval/aime/average"] == {1: -0.5}
     assert log.kind == "verl"
     assert log.messages == [f"{log_file}: line 4 has no end; its last value is left out"]

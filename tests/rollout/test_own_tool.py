@@ -314,6 +314,29 @@ async def test_an_instance_has_one_thread_for_all_its_calls(tokenizer, tmp_path:
     assert threading.active_count() == before
 
 
+async def test_a_call_that_hangs_keeps_one_place_alone(tokenizer, tmp_path: Path) -> None:
+    """What comes behind it in the same thread does not wait, and other trajectories go on."""
+    code = """
+class Slow:
+    def __call__(self, s: float) -> str:
+        '''Wait.
+
+        Args:
+            s: Seconds.
+        '''
+        time.sleep(s)
+        return "done"
+
+    def close(self) -> None: ...
+"""
+    settings = settings_of(tmp_path, code, {"use": "own.py:Slow", "timeout_s": 0.3, "max_concurrency": 2})
+    loop = loop_of(tokenizer, settings, [call("Slow", s=30), call("Slow", s=0), ANSWER, call("Slow", s=0), ANSWER])
+    hung, other = await loop.run(PROBLEM, 0), await loop.run(PROBLEM, 1)
+    assert [outcome for outcome, _ in outcomes(hung)] == ["timeout", "timeout"] and hung.finish_reason is FinishReason.ANSWERED
+    assert "an earlier call of Slow still runs" in outcomes(hung)[1][1] and "was not closed" in hung.error
+    assert outcomes(other) == [("ok", "done")]
+
+
 async def test_a_close_that_fails_is_told_and_drops_nothing(tokenizer, tmp_path: Path) -> None:
     code = COUNTER.replace('LOG.append("closed")', 'raise OSError("the file is gone")')
     settings = settings_of(tmp_path, code, {"use": "own.py:Counter", "settings": {"start": 1}})

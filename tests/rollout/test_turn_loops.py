@@ -173,6 +173,13 @@ async def stubborn(problem, dialogue):
             dialogue.append("go on")
         except:
             pass
+async def careless(problem, dialogue):
+    while True:
+        try:
+            text = await dialogue.generate()
+            dialogue.append(str(int(text)))
+        except Exception:
+            continue
 async def stubborn_in_tasks(problem, dialogue):
     dialogue.reward = 0.25
     while True:
@@ -415,6 +422,7 @@ async def test_failures_of_an_environment_drop_with_the_reason(
         ("twice", "generate was called twice; append an answer"),
         ("early", "append answers a turn, and there is none yet"),
         ("at_once", "a turn or a call is still running; await it before what comes next"),
+        ("careless", "generate was called twice; append an answer"),
         ("in_flight", "a turn or a call is still running; await it before what comes next"),
         ("failing", "in failing: KeyError: 'score'"),
         ("leaving", "in leaving: SystemExit: 3"),

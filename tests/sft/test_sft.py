@@ -67,6 +67,23 @@ def test_results_come_in_the_order_of_their_calls(tokenizer: Any, tmp_path: Path
     rows = load_sft_rows([path], tokenizer, 2000)
     text = tokenizer.decode(rows[0].input_ids)
     assert rows[0].input_ids.tolist() == rows[1].input_ids.tolist() and text.index("hot") < text.index("cold")
+    numbered = [{**call, "id": number} for number, call in enumerate(calls)]
+    begin[1] = {"role": "assistant", "tool_calls": numbered}
+    path = write(
+        tmp_path / "a.jsonl", [{"messages": [*begin, {**result("", "cold"), "tool_call_id": 1}, result("0", "hot"), end]}]
+    )
+    text = tokenizer.decode(load_sft_rows([path], tokenizer, 2000)[0].input_ids)
+    assert text.index("hot") < text.index("cold")
+
+
+def test_a_single_result_may_have_any_id_and_stand_behind_code(tokenizer: Any, tmp_path: Path) -> None:
+    """As conversations of code interpreters and of tools that are called by their name are written."""
+    ask = {"role": "user", "content": "?"}
+    code = {"role": "assistant", "content": "```python\nprint(4)\n```"}
+    named = {"role": "assistant", "tool_calls": [called("w", "c1")]}
+    turns = [[ask, code, result("x", "4")], [ask, named, result("w", "4")], [ask, named, ask, result("c1", "4")]]
+    path = write(tmp_path / "a.jsonl", [{"messages": [*one, {"role": "assistant", "content": "4"}]} for one in turns])
+    assert len(load_sft_rows([path], tokenizer, 2000)) == 3
 
 
 def test_a_table_teaches_no_arguments_that_nobody_wrote(tokenizer: Any, tmp_path: Path) -> None:
