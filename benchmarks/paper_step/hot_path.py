@@ -59,7 +59,7 @@ def measure_parts(parts: Parts) -> None:
     parts.measure("tool calls", tool_runner.ToolRunner, "run", "_run_one")
     parts.measure("tokens appended", Trajectory, "append")
     parts.measure("conversation", dialogue.Dialogue, "__init__", "_open_next_turn")
-    parts.measure("admission", trajectory_runner.TrajectoryRunner, "run", "observe", "_pulled", "_ended", "_run_one")
+    parts.measure("admission", trajectory_runner.TrajectoryRunner, "run", "observe", "_get_work", "_ended", "_run_one")
     parts.measure("token store", token_store.TokenStore, "keep")
     parts.measure("token store", rollout_worker.RolloutWorker, "generate")
     for module, names in ((rollout_worker, ("pack",)), (reward_worker, ("pack", "unpack")), (server, ("unpack",))):

@@ -113,6 +113,11 @@ class CallLimits(NamedTuple):
             changed[name] = value if ceiling is None else min(value, getattr(ceiling, name))
         return self._replace(**changed) if changed else self
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> CallLimits:
+        """Those of a server of another version may have further fields."""
+        return cls(**{name: values[name] for name in cls._fields if name in values})
+
 
 class FieldError(ValueError):
     """A request whose field `place` is missing or has a wrong type."""

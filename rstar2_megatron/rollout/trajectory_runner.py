@@ -142,8 +142,10 @@ class TrajectoryRunner:
             self._watch(self._get_work(self.scheduler.budget.room()))
 
     async def _get_work(self, room: int) -> None:
-        work = await self._next_work(room)
-        self._asking = False
+        try:
+            work = await self._next_work(room)
+        finally:
+            self._asking = False
         if work is None:
             self._no_more = True
         elif not self.loop.parking:

@@ -77,9 +77,9 @@ async def call_user(
     finally:
         if isinstance(work, asyncio.Task):
             work.cancel()
-    if not done:
-        if thread is not None:
+        elif thread is not None and not work.done():  # also where a deadline outside of this ends the wait
             thread.note_late(work)
+    if not done:
         raise TookTooLong
     value, failure = work.result()
     if failure is not None:

@@ -250,7 +250,7 @@ class CallRunner(Runner):
         self.library = library
 
     def run(self, job: dict[str, Any]) -> dict[str, Any]:
-        limits = self.limits = CallLimits(**job["limits"])
+        limits = self.limits = CallLimits.from_dict(job["limits"])
         self._prepare_group()
         self._make_directory()
         try:

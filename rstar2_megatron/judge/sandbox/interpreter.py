@@ -43,7 +43,7 @@ class SessionRunner(Runner):
         self.resident_at_start = resident_bytes(os.getpid())
 
     def run(self, job: dict[str, Any]) -> dict[str, Any]:
-        self.limits = CallLimits(**job["limits"])
+        self.limits = CallLimits.from_dict(job["limits"])
         started = time.monotonic()
         session = "kept" if self.pid else "new"
         if not self.pid:

@@ -87,9 +87,12 @@ class SlotPool:
 
     async def start(self, timeout_s: float = 60.0) -> None:
         """Start the sandbox and wait for its first slot. Raises SandboxFailed."""
+        try:
+            scratch = make_owned_directory("rstar2-judge-", "/tmp")  # the launcher removes it
+            scratch.chmod(0o711)
+        except OSError as error:
+            raise SandboxFailed(f"no directory for calls can be made in /tmp: {error}") from None
         ours, theirs = socket.socketpair()
-        scratch = make_owned_directory("rstar2-judge-", "/tmp")  # the launcher removes it
-        scratch.chmod(0o711)
         self._process = subprocess.Popen(
             # Without `site`: every call would copy the modules that it imports. The paths that it would find are passed.
             [sys.executable, "-S", "-m", "rstar2_megatron.judge.sandbox.zygote"]

@@ -198,7 +198,7 @@ class Worker:
         request = orjson.loads(job.payload)
         request["queue_seconds"] = max(0.0, time.time() - request.pop("queued_at"))
         request["worker"] = self.name
-        deadline_s = CallLimits(**request["limits"]).longest_s(request["type"]) + _GRACE_S
+        deadline_s = CallLimits.from_dict(request["limits"]).longest_s(request["type"]) + _GRACE_S
         call = Call(job.key, request, orjson.dumps(request), deadline_s)
         if "session" in request:
             answer = await self._run_in_session(call, slot, permit)
