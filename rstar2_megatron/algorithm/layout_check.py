@@ -134,14 +134,13 @@ def _trial(algorithm: AlgorithmSettings) -> dict[str, Tensor]:
     """Tensors of a batch with ratios on both sides of the clips and of 1, and with advantages of turns where these are on."""
     generator, lengths = torch.Generator().manual_seed(0), torch.tensor(_LENGTHS)
     old = -3 * torch.rand(sum(_LENGTHS), generator=generator, dtype=torch.float64) - 0.1
-    signs = torch.tensor([1.0, -1.0, -0.5, 0.7], dtype=torch.float64)
+    signs = torch.tensor([1.0, 0.0, -0.5, 0.7], dtype=torch.float64)  # 0: of a turn that has none to be compared with
     position = torch.cat([torch.arange(4, 4 + length) for length in _LENGTHS])  # behind a prompt of 4
     advantages = signs.repeat_interleave(lengths)
     if algorithm.turn_returns.discount is not None:
         advantages = advantages * 0.8 ** (position // 3)
     logprobs = old + 0.5 * torch.randn(sum(_LENGTHS), generator=generator, dtype=torch.float64)
     logprobs[::5] = old[::5]  # as all are in the first update of a step
-    advantages[2] = 0.0  # as of a turn that has none to be compared with
     return {
         "logprobs": logprobs,
         "old_logprobs": old,
