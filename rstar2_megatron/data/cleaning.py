@@ -15,8 +15,8 @@ from rstar2_megatron.data.json_text import BLANKS
 
 # Where an answer is to be put. Other words ("modulo 1000", "rounded") are part of what is asked.
 _PLACE = (
-    r"(?:\W+(?:in|within|inside|into|using|as|with|by|on|to|an?|the|its|own|line|latex|form|format|box(?:es|ed)?|command|of|single|only|enclosed|number|integer))*"
-    r"\W*?"
+    r"(?:\W+(?:in|within|inside|into|using|as|with|by|on|to|an?|the|its|own|line|latex|form|format|box(?:es|ed)?|command|of|"
+    r"single|only|enclosed|number|integer))*\W*?"
 )
 # Instructions before a problem, and after it; each match is removed until none is left.
 _WRAPPERS = tuple(

@@ -215,8 +215,9 @@ class RLRun(ClusterRun):
         self.loader.load_state_dict(state["loader"])
         random.setstate(state["python_random"])
         self.table = state["table"]
-        for change in changes(state.get("settings", to_plain(self.settings)), to_plain(self.settings)):
-            self._say(f"the checkpoint is of a run with {change}")
+        if "settings" in state:
+            for change in changes(state["settings"], to_plain(self.settings)):
+                self._say(f"the checkpoint is of a run with {change}")
         self.trainer.source.restore(state, version=step)
         self._check_scores(state["scored"])
         self.files.truncate_after(step)
