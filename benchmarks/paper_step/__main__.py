@@ -23,7 +23,7 @@ from benchmarks.paper_step.workers import PaperActor, PaperReward, PaperRollout
 from benchmarks.records import keep_rows
 from rstar2_megatron.cluster.launch import TrainingCluster
 from rstar2_megatron.cluster.phases.coordinator import RolloutCoordinator
-from rstar2_megatron.cluster.phases.server import DriverEnd
+from rstar2_megatron.cluster.phases.server import DriverChannel
 from rstar2_megatron.data.loader import ProblemLoader
 from rstar2_megatron.settings.load import load_settings, to_dict_config
 from rstar2_megatron.settings.schema import Settings
@@ -109,7 +109,7 @@ def rehearse(options: argparse.Namespace, directory: Path) -> Iterator[dict[str,
         start = (str(tokenizer), options.mean_tokens, options.max_tokens)
         groups["engine"].call("start_paper_engine", *start, timeout_s=_START_S)
         coordinator = RolloutCoordinator(
-            DriverEnd(cluster.channel, groups["engine"], groups["reward"], settings.runner), settings
+            DriverChannel(cluster.channel, groups["engine"], groups["reward"], settings.runner), settings
         )
         messages = count_messages(coordinator)
         CountingClock.processes = processes = Processes(known)
@@ -122,7 +122,7 @@ def rehearse(options: argparse.Namespace, directory: Path) -> Iterator[dict[str,
             messages.clear()
             result = measure(trainer, step, ProblemLoader(problems[:count], data), processes, options)
             yield {**result, "messages": dict(messages)}
-        coordinator.end.close()
+        coordinator.channel.close()
     finally:
         cluster.close()
 
@@ -130,14 +130,14 @@ def rehearse(options: argparse.Namespace, directory: Path) -> Iterator[dict[str,
 def count_messages(coordinator: RolloutCoordinator) -> Counter[str]:
     """The number of messages that the driver reads from now on, by their type; `bytes` are graded trajectories."""
     counts: Counter[str] = Counter()
-    poll = coordinator.end.inbox.poll
+    poll = coordinator.channel.inbox.poll
 
     def counting(timeout_s: float) -> Any:
         message = poll(timeout_s)
         counts[type(message).__name__] += message is not None
         return message
 
-    coordinator.end.inbox.poll = counting  # type: ignore[method-assign]
+    coordinator.channel.inbox.poll = counting  # type: ignore[method-assign]
     return counts
 
 

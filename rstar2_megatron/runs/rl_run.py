@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from rstar2_megatron.algorithm.batch import TrainSequence, logprob_difference, train_sequence
 from rstar2_megatron.cluster.launch import MetricLogger, check_progress
 from rstar2_megatron.cluster.phases.coordinator import RolloutCoordinator
-from rstar2_megatron.cluster.phases.server import DriverEnd
+from rstar2_megatron.cluster.phases.server import DriverChannel
 from rstar2_megatron.cluster.tracing import StepProfiles, StepTraces
 from rstar2_megatron.data.loader import ProblemLoader
 from rstar2_megatron.data.problems import drop_long_prompts, read_problems
@@ -137,11 +137,11 @@ class RLRun(ClusterRun):
         self.held_out = read_problems(data.val_data_paths, data) if data.val_data_paths else []
         kv_tokens = sum(engines.result(timeout))
         parameters = actors.result(timeout)[0]
-        end = DriverEnd(self.cluster.channel, self.rollout, self.reward, settings.runner)
-        self.coordinator = RolloutCoordinator(end, settings)
+        channel = DriverChannel(self.cluster.channel, self.rollout, self.reward, settings.runner)
+        self.coordinator = RolloutCoordinator(channel, settings)
         self._closing.callback(self._publish_checkpoint, _LAST_PUBLISH_S)
-        self._closing.callback(end.close)
-        self.coordinator.end.check_services = self.judge.check
+        self._closing.callback(channel.close)
+        self.coordinator.channel.check_services = self.judge.check
         self.trainer = Trainer(
             settings, self.actor, self.rollout, self.coordinator, device=self.cluster.device, colocated=colocated
         )
@@ -160,7 +160,7 @@ class RLRun(ClusterRun):
         """Raises PortUnusable."""
         server = MetricsServer(listening_address(self.settings.cluster.num_nodes), port)
         self._closing.callback(server.close)
-        self.coordinator.end.show_progress = functools.partial(export_progress, server)
+        self.coordinator.channel.show_progress = functools.partial(export_progress, server)
         self._export_step = server.set_step
 
     def _template(self) -> ChatTemplate:

@@ -62,7 +62,7 @@ class GroupSource(Protocol):
 def make_source(settings: Settings, coordinator: RolloutCoordinator, rejected: IsRejected) -> GroupSource:
     """By `algorithm.max_staleness`."""
     if settings.algorithm.max_staleness:
-        return AsynchronousSource(coordinator.end, coordinator.tokens, settings, rejected)
+        return AsynchronousSource(coordinator.channel, coordinator.tokens, settings, rejected)
     return SynchronousSource(settings, coordinator, rejected)
 
 

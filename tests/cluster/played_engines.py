@@ -137,10 +137,10 @@ class Call:
         return sums
 
 
-def driver_end(engines: PlayedEngines) -> Any:
-    """As `DriverEnd` of these engines."""
+def driver_channel(engines: PlayedEngines) -> Any:
+    """As `DriverChannel` of these engines."""
     return SimpleNamespace(
-        channel=SimpleNamespace(put=engines.put),
+        rlinf=SimpleNamespace(put=engines.put),
         engines=engines,
         inbox=SimpleNamespace(poll=engines.poll),
         grading=Call(engines, "serve"),

@@ -20,7 +20,7 @@ from rstar2_megatron.rollout.phase import OpenGroup, Unfinished
 from rstar2_megatron.settings.load import load_settings
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.trajectory import FinishReason, Group, Problem, Trajectory, VersionSpan
-from tests.cluster.played_engines import PlayedEngines, driver_end
+from tests.cluster.played_engines import PlayedEngines, driver_channel
 
 BATCH, SIZE = 2, 3
 REJECTED = 4  # every fourth problem
@@ -53,7 +53,7 @@ def rollout(settings: Settings, engines: PlayedEngines) -> AsynchronousSource:
     def is_rejected(group: Group) -> bool:
         return not group.usable or int(group.problem.query_id) % REJECTED == 0
 
-    return AsynchronousSource(driver_end(engines), tokens, settings, is_rejected)
+    return AsynchronousSource(driver_channel(engines), tokens, settings, is_rejected)
 
 
 def steps(
@@ -257,7 +257,7 @@ def test_a_failure_in_the_thread_ends_the_wait(settings: Settings) -> None:
     def fail(timeout_s: float) -> Any:
         raise RuntimeError("the channel is gone")
 
-    run._end.inbox = SimpleNamespace(poll=fail)  # type: ignore[assignment]
+    run._channel.inbox = SimpleNamespace(poll=fail)  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="the channel is gone"):
         run.next(1, Loader())  # type: ignore[arg-type]
     run.close()

@@ -9,7 +9,7 @@ from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.settings.load import load_settings
 from rstar2_megatron.settings.schema import SamplingParams
 from rstar2_megatron.trajectory import Problem
-from tests.cluster.played_engines import PlayedEngines, driver_end
+from tests.cluster.played_engines import PlayedEngines, driver_channel
 
 
 class LastMoment(PlayedEngines):
@@ -30,7 +30,7 @@ def test_what_a_worker_held_that_dies_in_a_phases_last_second_is_rolled_out_agai
     settings = load_settings("rstar2-tiny-cpu", [])
     engines = LastMoment(shuffled=False)
     engines.hold, engines.left = True, 4 * 3
-    coordinator = RolloutCoordinator(driver_end(engines), settings)
+    coordinator = RolloutCoordinator(driver_channel(engines), settings)
     spec = RolloutSpec(3, SamplingParams(max_new_tokens=96), max_assistant_turns=1)
     done = coordinator.run([Problem(str(n), [], []) for n in range(4)], spec, "rollout")
     every = [t for group in done.groups for t in group.trajectories]

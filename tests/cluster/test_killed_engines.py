@@ -19,7 +19,7 @@ from rstar2_megatron.cluster.channel import unpack
 from rstar2_megatron.cluster.launch import TrainingCluster
 from rstar2_megatron.cluster.phases.asynchronous import AsynchronousSource
 from rstar2_megatron.cluster.phases.coordinator import PhaseResult, RolloutCoordinator
-from rstar2_megatron.cluster.phases.server import DriverEnd, PhaseServer
+from rstar2_megatron.cluster.phases.server import DriverChannel, PhaseServer
 from rstar2_megatron.cluster.reward_worker import RewardWorker
 from rstar2_megatron.cluster.rollout_group import RolloutGroup
 from rstar2_megatron.rollout.messages import EngineGone, WorkRequest
@@ -93,9 +93,9 @@ def reward(launch: Launch, settings: Settings) -> WorkerGroup:
 def phases(
     channel: Channel, engines: RolloutGroup, reward: WorkerGroup, engine_settings: Settings
 ) -> Iterator[RolloutCoordinator]:
-    coordinator = RolloutCoordinator(DriverEnd(channel, engines, reward, engine_settings.runner), engine_settings)
+    coordinator = RolloutCoordinator(DriverChannel(channel, engines, reward, engine_settings.runner), engine_settings)
     yield coordinator
-    coordinator.end.close()
+    coordinator.channel.close()
 
 
 class Heard:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from rstar2_megatron.cluster.calls import DeadlineExceeded, NoEngineLeft, WorkerLost
-from rstar2_megatron.cluster.phases.server import DriverEnd, PhaseEvents, PhaseServer
+from rstar2_megatron.cluster.phases.server import DriverChannel, PhaseEvents, PhaseServer
 from rstar2_megatron.cluster.tokens import TokenSource
 from rstar2_megatron.data.loader import ProblemLoader
 from rstar2_megatron.data.rows import DataError
@@ -40,8 +40,10 @@ class AsynchronousSource(PhaseEvents):
     main thread. `rejected` says of a complete group whether resampling rejects it; another problem then takes its place.
     """
 
-    def __init__(self, end: DriverEnd, tokens: TokenSource, settings: Settings, rejected: Callable[[Group], bool]) -> None:
-        self._end, self._tokens, self._settings, self._rejected = end, tokens, settings, rejected
+    def __init__(
+        self, channel: DriverChannel, tokens: TokenSource, settings: Settings, rejected: Callable[[Group], bool]
+    ) -> None:
+        self._channel, self._tokens, self._settings, self._rejected = channel, tokens, settings, rejected
         self._timeout_s = settings.runner.step_timeout_s
         self._spec = RolloutSpec.training(settings)
         self._step_size = settings.data.rollout_batch_size * settings.algorithm.group_size  # trajectories
@@ -74,11 +76,11 @@ class AsynchronousSource(PhaseEvents):
         """Roll out the loader's problems from now on."""
         self._loader = loader
         rollout = self._settings.rollout
-        self._end.phases += 1
-        queue = WorkQueue(rollout.scheduler, len(self._end.engines), rollout.slice_size, endless=True)
+        self._channel.phases += 1
+        queue = WorkQueue(rollout.scheduler, len(self._channel.engines), rollout.slice_size, endless=True)
         phase = RolloutPhase(queue, self._spec.samples, next_number=self._next_number)
-        spec = replace(self._spec, phase=self._end.phases)
-        self._server = PhaseServer(self._end, phase, spec, "rollout", self)
+        spec = replace(self._spec, phase=self._channel.phases)
+        self._server = PhaseServer(self._channel, phase, spec, "rollout", self)
         unfinished, self._left.open = self._left.open, []
         for group in unfinished:
             (number,) = phase.add([group])
@@ -124,7 +126,7 @@ class AsynchronousSource(PhaseEvents):
             self._drop_overdue()
             self._admit()  # a step more has room
         for trajectory in (t for group in groups for t in group.usable):
-            self._end.lengths.add(trajectory.response_tokens)
+            self._channel.lengths.add(trajectory.response_tokens)
         return [*rejected, *groups]
 
     def new_weights(self, version: int) -> None:
@@ -137,7 +139,7 @@ class AsynchronousSource(PhaseEvents):
         """Counters of the engines, and those of the driver, since the last call."""
         sums: dict[int, dict[str, float]] = {}
         if self._server is not None:
-            call = self._end.engines.start("counters")
+            call = self._channel.engines.start("counters")
             results = call.result(self._timeout_s)
             sums = {rank: one for rank, one in zip(call.ranks, results, strict=True) if one}
         with self._changed:
@@ -213,7 +215,7 @@ class AsynchronousSource(PhaseEvents):
                 self._tokens.fetch([*opened, *complete])
                 break
             except WorkerLost as error:
-                self._end.engines.lose(error.rank, str(error))
+                self._channel.engines.lose(error.rank, str(error))
                 server.look_for_lost_workers()
         self._tokens.fetch_complete(self._left.rejected)  # these are only counted
 
@@ -315,7 +317,7 @@ class AsynchronousSource(PhaseEvents):
         assert server is not None
         try:
             while not self._stopping:
-                message = self._end.inbox.poll(_POLL_S)
+                message = self._channel.inbox.poll(_POLL_S)
                 with self._changed:
                     server.take_in(message)
         except BaseException as error:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from rstar2_megatron.algorithm.early_stop import cut_rule
 from rstar2_megatron.cluster.calls import NoEngineLeft
-from rstar2_megatron.cluster.phases.server import DriverEnd, PhaseEvents, PhaseServer
+from rstar2_megatron.cluster.phases.server import DriverChannel, PhaseEvents, PhaseServer
 from rstar2_megatron.cluster.tokens import TokenSource
 from rstar2_megatron.records.trace import TRACE
 from rstar2_megatron.rollout.phase import OpenGroup, RolloutPhase
@@ -38,13 +38,13 @@ class PhaseResult:
 class RolloutCoordinator:
     """The driver's end of the rollout channel, for phases that end before anything else is done with the engines."""
 
-    def __init__(self, end: DriverEnd, settings: Settings) -> None:
+    def __init__(self, channel: DriverChannel, settings: Settings) -> None:
         self.carried: list[OpenGroup] = []
         """Unfinished groups of the last training phase (rollout.tail=carry). Part of a checkpoint."""
-        self.end = end
+        self.channel = channel
         self._settings = settings
         self._timeout_s = settings.runner.step_timeout_s
-        self.tokens = TokenSource(end.engines, self._timeout_s)
+        self.tokens = TokenSource(channel.engines, self._timeout_s)
 
     def run(self, problems: Sequence[Problem], spec: RolloutSpec, label: str, refill: Refill | None = None) -> PhaseResult:
         """Roll out `spec.samples` trajectories of each problem and grade them.
@@ -54,11 +54,11 @@ class RolloutCoordinator:
         engine, or a rollout worker, had when it was lost. Raises WorkerFailed, WorkerLost (a reward worker), NoEngineLeft, or
         DeadlineExceeded after `runner.step_timeout_s`.
         """
-        self.end.phases += 1
-        spec = replace(spec, phase=self.end.phases)
+        self.channel.phases += 1
+        spec = replace(spec, phase=self.channel.phases)
         phase = self._open(problems, spec)
         more = _Refilling(phase, refill, spec.number)
-        server = PhaseServer(self.end, phase, spec, label, more)
+        server = PhaseServer(self.channel, phase, spec, label, more)
         more.server = server
         start = time.monotonic()
         deadline = start + self._timeout_s
@@ -76,7 +76,7 @@ class RolloutCoordinator:
         groups, carried = phase.finish()
         self.tokens.fetch_ended(carried)
         for trajectory in (t for group in groups for t in group.usable):
-            self.end.lengths.add(trajectory.response_tokens)
+            self.channel.lengths.add(trajectory.response_tokens)
         if spec.resume_carried:
             self.carried = carried
         seconds = time.monotonic() - start
@@ -91,7 +91,7 @@ class RolloutCoordinator:
     def _open(self, problems: Sequence[Problem], spec: RolloutSpec) -> RolloutPhase:
         rollout = self._settings.rollout
         phase = RolloutPhase(
-            WorkQueue(rollout.scheduler, len(self.end.engines), rollout.slice_size),
+            WorkQueue(rollout.scheduler, len(self.channel.engines), rollout.slice_size),
             spec.samples,
             tail=spec.tail,
             may_cut=cut_rule(self._settings.algorithm, rollout.cut_share),

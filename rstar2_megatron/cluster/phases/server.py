@@ -27,11 +27,11 @@ _LAST_MESSAGES_S = 60.0
 _CHECK_S = 1.0  # between two looks for workers that have died
 
 
-class DriverEnd:
+class DriverChannel:
     """The driver's end of the rollout channel, which all phases of a run share, and the workers at its other ends."""
 
     def __init__(self, channel: Any, engines: RolloutGroup, reward: WorkerGroup, runner: RunnerSettings) -> None:
-        self.channel = channel
+        self.rlinf = channel
         self.engines = engines
         self.inbox = ChannelReader(channel, TO_DRIVER)
         self.grading: PendingCall = reward.start("serve", channel)
@@ -57,7 +57,7 @@ class DriverEnd:
     def close(self) -> None:
         """End the loops of the reward workers."""
         for _ in range(self._num_reward_workers):
-            self.channel.put(None, key=ENDED)
+            self.rlinf.put(None, key=ENDED)
 
 
 class PhaseEvents:
@@ -76,15 +76,15 @@ class PhaseEvents:
 class PhaseServer:
     """One running phase: handles incoming messages and answers work requests."""
 
-    def __init__(self, end: DriverEnd, phase: RolloutPhase, spec: RolloutSpec, label: str, events: PhaseEvents) -> None:
+    def __init__(self, channel: DriverChannel, phase: RolloutPhase, spec: RolloutSpec, label: str, events: PhaseEvents) -> None:
         self.phase = phase
         self.tail_since: float | None = None  # when an engine first had room and no work was left
         # when the last trajectory ended on its engine, before it was graded
         self.last_token = time.monotonic()
-        self._end = end
+        self._channel = channel
         self._spec = spec
         self._number = spec.phase
-        self._engines = end.engines
+        self._engines = channel.engines
         self._events = events
         self._pending_requests: list[WorkRequest] = []  # not answered yet
         self._gone: dict[int, str] = {}  # reasons by lost engine
@@ -92,13 +92,13 @@ class PhaseServer:
         self._generating: PendingCall | None = None
         self._checked = time.monotonic()
         ask = functools.partial(self._engines.start, "load")
-        self._live = LiveView(ask, phase, PhaseProgress(label, end.lengths), end.show_progress)
+        self._live = LiveView(ask, phase, PhaseProgress(label, channel.lengths), channel.show_progress)
         self.look_for_lost_workers()
         self._dead_before = len(self._dead)
 
     def start(self) -> None:
         """Start generation on every engine."""
-        self._generating = self._engines.start("generate", self._end.channel, self._spec)
+        self._generating = self._engines.start("generate", self._channel.rlinf, self._spec)
 
     @property
     def engines_gone(self) -> bool:
@@ -120,27 +120,27 @@ class PhaseServer:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise DeadlineExceeded(f"nothing arrived on the channel within {timeout_s:.0f} s")
-            message = self._end.inbox.poll(min(_CHECK_S, left))
+            message = self._channel.inbox.poll(min(_CHECK_S, left))
             self.take_in(message)
 
     def take_in(self, message: Any) -> None:
         """Handle a message, or None, and look for failures about once a second.
 
-        Raises WorkerFailed, WorkerLost (a reward worker), NoEngineLeft, or what `DriverEnd.check_services` raises.
+        Raises WorkerFailed, WorkerLost (a reward worker), NoEngineLeft, or what `DriverChannel.check_services` raises.
         """
         if message is not None:
             self.handle(message, time.monotonic())
         if time.monotonic() - self._checked >= _CHECK_S:
             self._checked = time.monotonic()
             self.look_for_lost_workers()
-            self._end.grading.check()
-            self._end.check_services()
+            self._channel.grading.check()
+            self._channel.check_services()
         self._live.poll()
 
     def handle(self, message: Any, now: float) -> None:
         """Handle a WorkRequest, an EngineGone or a packed list of RolloutResult. Messages of an earlier phase are ignored.
 
-        Raises NoEngineLeft when no engine is left, and what `DriverEnd.note_user_error` raises.
+        Raises NoEngineLeft when no engine is left, and what `DriverChannel.note_user_error` raises.
         """
         current = [
             one
@@ -155,7 +155,7 @@ class PhaseServer:
             else:
                 self.last_token = max(self.last_token, now - one.grading_s)
                 if one.trajectory.user_error:
-                    self._end.note_user_error(one.trajectory)
+                    self._channel.note_user_error(one.trajectory)
                 group = self.phase.ended(one.engine, one.group, one.trajectory, now)
                 if group is not None:
                     self._events.completed(one.group, group)
@@ -203,7 +203,7 @@ class PhaseServer:
         return bool(work)
 
     def _answer(self, engine: int, work: list[Slice] | None) -> None:
-        self._end.channel.put(WorkAnswer(self._number, work), key=work_key(self._engines.names[engine]))
+        self._channel.rlinf.put(WorkAnswer(self._number, work), key=work_key(self._engines.names[engine]))
 
     def end(self, *, cut: bool, timeout_s: float) -> dict[int, dict[str, float]]:
         """End the phase: park what runs, or cut it, and collect the last trajectories. Returns the counters by engine.
