@@ -18,7 +18,7 @@ import torch
 
 from rstar2_megatron.algorithm.batch import TrainBatch
 from rstar2_megatron.cluster.actor_worker import ActorWorker
-from rstar2_megatron.cluster.weights import Sent
+from rstar2_megatron.cluster.weight_transfer import Sent
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.weights.route import WeightRoute
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
-from rstar2_megatron.rollout.scheduling.admission_queue import Admission, AdmissionQueue
+from rstar2_megatron.rollout.scheduling.admission_queue import AdmissionQueue, WaitingTrajectory
 from rstar2_megatron.rollout.scheduling.kv_budget import KVBudget, KVReservation
 from rstar2_megatron.rollout.scheduling.work_queue import WorkQueue
 
@@ -104,7 +104,7 @@ class DynamoThunderAgent(ThunderAgent):
 class SmallestFirst(AdmissionQueue):
     """Paused programs come back by fewest tokens."""
 
-    def requeue(self, parked: Admission) -> None:
+    def requeue(self, parked: WaitingTrajectory) -> None:
         super().requeue(parked)
         self._preempted = deque(sorted(self._preempted, key=lambda admission: admission.length))
 

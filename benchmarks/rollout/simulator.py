@@ -15,7 +15,7 @@ from benchmarks.rollout.peers import PEERS, ThunderAgent, peer_admission, peer_b
 from benchmarks.rollout.traces import Trace
 from rstar2_megatron.rollout.phase import OpenGroup, RolloutPhase
 from rstar2_megatron.rollout.scheduling.adaptive_budget import make_budget
-from rstar2_megatron.rollout.scheduling.admission_queue import Admission, AdmissionQueue
+from rstar2_megatron.rollout.scheduling.admission_queue import AdmissionQueue, WaitingTrajectory
 from rstar2_megatron.rollout.scheduling.kv_budget import KVBudget
 from rstar2_megatron.rollout.scheduling.work_queue import WorkQueue
 from rstar2_megatron.settings.planning.estimates import EngineSpeed
@@ -198,7 +198,7 @@ class Engine:
         if self.answer_at is not None and now >= self.answer_at:
             slices = self.simulator.phase.take(self.number, self.scheduler.budget.room(), now)
             for work in slices:
-                self.scheduler.add([self._admission(work.group, index) for index in work.indices])
+                self.scheduler.add([self._waiting(work.group, index) for index in work.indices])
             # without an answer the request stays open: look again soon
             self.answer_at = None if slices or not self.simulator.phase.queue.left else now + _ASK_S
         for admission in self.scheduler.admit():
@@ -210,17 +210,17 @@ class Engine:
         if self.answer_at is None and self.scheduler.wants_work() and self.simulator.phase.queue.left:
             self.answer_at = now + _ASK_S
 
-    def _admission(self, group: int, index: int) -> Admission:
+    def _waiting(self, group: int, index: int) -> WaitingTrajectory:
         trace = self.simulator.traces[group, index]
         key = group << 20 | index
         self.lives[key] = _Life(trace, 0, trace.prompt_tokens)
         return self._request_for(key)
 
-    def _request_for(self, key: int) -> Admission:
+    def _request_for(self, key: int) -> WaitingTrajectory:
         life = self.lives[key]
         trace = life.trace
         longest = trace.prompt_tokens + trace.max_response_tokens
-        return Admission(key, trace.group, trace.prompt_tokens, longest, life.length)
+        return WaitingTrajectory(key, trace.group, trace.prompt_tokens, longest, life.length)
 
     def hand_over(self, key: int) -> _Life:
         """Give a trajectory away, with its tokens."""

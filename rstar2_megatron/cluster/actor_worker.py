@@ -18,7 +18,7 @@ from rstar2_megatron.algorithm.batch import TrainBatch, logprob_difference
 from rstar2_megatron.algorithm.preference import Pairs
 from rstar2_megatron.cluster.tokens import read_batch
 from rstar2_megatron.cluster.tracing import TracedWorker, traced
-from rstar2_megatron.cluster.weights import Sent, WeightSender
+from rstar2_megatron.cluster.weight_transfer import Sent, WeightSender
 from rstar2_megatron.records.trace import TraceRow, actor_row
 from rstar2_megatron.services.process import free_port
 from rstar2_megatron.settings.schema import LrSchedSettings, OptimSettings, Settings, SFTPhaseSettings

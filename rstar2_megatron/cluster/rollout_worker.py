@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from rstar2_megatron.cluster.channel import ENDED, TO_DRIVER, Outbox, over_ray, pack, work_key
 from rstar2_megatron.cluster.tokens import put_block
 from rstar2_megatron.cluster.tracing import TracedWorker, traced
-from rstar2_megatron.cluster.weights import WeightReceiver
+from rstar2_megatron.cluster.weight_transfer import WeightReceiver
 from rstar2_megatron.judge.client.client import JudgeClient
 from rstar2_megatron.records.trace import TraceRow, engine_row
 from rstar2_megatron.rollout.agent_loop import AgentLoop
@@ -262,7 +262,7 @@ class RolloutWorker(TracedWorker, Worker):
             self._number,
             runner.response_tokens,
             list(runner.responses.values()),
-            runner.scheduler.num_waiting,
+            runner.queue.num_waiting,
             runner.num_at_tool,
             self._engine.kv_used_tokens,
             self._engine.kv_capacity_tokens,

@@ -14,7 +14,7 @@ from typing import Any
 from rstar2_megatron.records.trace import TRACE
 from rstar2_megatron.rollout.agent_loop import AgentLoop, Preemption
 from rstar2_megatron.rollout.engine.protocol import EngineError, EngineLost, EngineReport
-from rstar2_megatron.rollout.scheduling.admission_queue import Admission, AdmissionQueue
+from rstar2_megatron.rollout.scheduling.admission_queue import AdmissionQueue, WaitingTrajectory
 from rstar2_megatron.rollout.scheduling.work_queue import Slice
 from rstar2_megatron.trajectory import FinishReason, Trajectory
 
@@ -40,13 +40,13 @@ class TrajectoryRunner:
     def __init__(
         self,
         loop: AgentLoop,
-        scheduler: AdmissionQueue,
+        queue: AdmissionQueue,
         next_work: NextWork,
         on_trajectory: OnTrajectory,
         on_engine_gone: OnEngineGone | None = None,
     ) -> None:
         self.loop = loop
-        self.scheduler = scheduler
+        self.queue = queue
         self._next_work = next_work
         self._on_trajectory = on_trajectory
         self._on_engine_gone = on_engine_gone
@@ -95,7 +95,7 @@ class TrajectoryRunner:
         """
         self._no_more = True
         self.loop.parking, self.loop.cutting = True, cut
-        for waiting in self.scheduler.withdraw():
+        for waiting in self.queue.withdraw():
             if parked := waiting.work.parked.get(waiting.key[1]):  # preempted, or carried and not restarted yet
                 await self._hand_back(waiting.work, parked)
         with contextlib.suppress(EngineLost, EngineError):  # a lost engine runs nothing
@@ -108,28 +108,28 @@ class TrajectoryRunner:
             if self._on_engine_gone is None:
                 raise EngineLost(self.loop.engine_gone)
             await self._on_engine_gone(self.loop.engine_gone)
-        for waiting in self.scheduler.withdraw():
+        for waiting in self.queue.withdraw():
             work, index = waiting.work, waiting.key[1]
             await self._hand_back(work, work.parked.get(index) or Trajectory(work.problem.query_id, index))
 
     def observe(self, report: EngineReport) -> None:
-        """Pass an engine report on: lengths and evictions to the scheduler, the load to the statistics."""
+        """Pass an engine report on: lengths and evictions to the budget, the load to the statistics."""
         stats = self.loop.stats
         stats.observe(report)
         TRACE.counter("KV tokens", used=report.used_tokens, capacity=report.max_total_tokens)
         TRACE.counter("requests", running=report.running_requests, waiting=report.waiting_requests)
         if self._reported_capacity not in (0, report.max_total_tokens):
             # a restarted engine may have found another amount of free memory
-            self.scheduler.budget.capacity_tokens = report.max_total_tokens
+            self.queue.budget.capacity_tokens = report.max_total_tokens
         self._reported_capacity = report.max_total_tokens
-        self.scheduler.budget.observe(
+        self.queue.budget.observe(
             stats.retractions - self._evictions_seen,
             self._lengths,
             report.used_tokens,
             [key for key, preemption in self._preemptions.items() if preemption.at_tool],
         )
         self._evictions_seen = stats.retractions
-        for key in self.scheduler.budget.preempt():
+        for key in self.queue.budget.preempt():
             assert isinstance(key, tuple)
             self._watch(self.loop.preempt(self._preemptions[key]))
         self._wake.set()  # the budget may have room now
@@ -137,9 +137,9 @@ class TrajectoryRunner:
     # ------------------------------------------------------------------------------------------- work
 
     def _ask_for_work(self) -> None:
-        if not self._asking and not self._no_more and self.scheduler.wants_work():
+        if not self._asking and not self._no_more and self.queue.wants_work():
             self._asking = True
-            self._watch(self._get_work(self.scheduler.budget.room()))
+            self._watch(self._get_work(self.queue.budget.room()))
 
     async def _get_work(self, room: int) -> None:
         try:
@@ -151,7 +151,7 @@ class TrajectoryRunner:
         elif not self.loop.parking:
             for one in work:
                 prompt_tokens = self._prompt_tokens(one)
-                self.scheduler.add([self._admission(one, index, prompt_tokens) for index in one.indices])
+                self.queue.add([self._waiting(one, index, prompt_tokens) for index in one.indices])
         else:  # too late: the phase is ending; carried trajectories stay carried
             for one in work:
                 for trajectory in one.parked.values():
@@ -160,19 +160,19 @@ class TrajectoryRunner:
     def _prompt_tokens(self, work: Slice) -> int:
         return len(self.loop.template.prompt_ids(work.problem))
 
-    def _admission(self, work: Slice, index: int, prompt_tokens: int) -> Admission:
+    def _waiting(self, work: Slice, index: int, prompt_tokens: int) -> WaitingTrajectory:
         max_tokens = prompt_tokens + max(1, self.loop.response_budget(prompt_tokens))
         parked = work.parked.get(index)
         length = max(parked.length, prompt_tokens) if parked else prompt_tokens
-        return Admission((work.group, index), work.group, prompt_tokens, max_tokens, length, work, time.monotonic())
+        return WaitingTrajectory((work.group, index), work.group, prompt_tokens, max_tokens, length, work, time.monotonic())
 
     def _start_what_fits(self) -> None:
-        for admission in self.scheduler.admit():
-            self.loop.stats.admission_seconds += time.monotonic() - admission.since
-            self._preemptions[admission.key] = Preemption()
-            parked = admission.work.parked.get(admission.key[1])
-            self.responses[admission.key] = parked.response_tokens if parked else 0
-            self._watch(self._run_one(admission.key, admission.work))
+        for admitted in self.queue.admit():
+            self.loop.stats.admission_seconds += time.monotonic() - admitted.since
+            self._preemptions[admitted.key] = Preemption()
+            parked = admitted.work.parked.get(admitted.key[1])
+            self.responses[admitted.key] = parked.response_tokens if parked else 0
+            self._watch(self._run_one(admitted.key, admitted.work))
 
     def _watch(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -198,18 +198,18 @@ class TrajectoryRunner:
                 )
                 span.update(tokens=trajectory.length, ended=str(trajectory.finish_reason or "parked"))
             finished = trajectory.usable
-            self.scheduler.budget.set_length(key, trajectory.length)
+            self.queue.budget.set_length(key, trajectory.length)
             preempted = trajectory.finish_reason is None and not self.loop.parking and not self.loop.engine_gone
         finally:
             del self._preemptions[key]
             self._lengths.pop(key, None)
             del self.responses[key]
             if not preempted:
-                self.scheduler.budget.release(key, finished=finished)
+                self.queue.budget.release(key, finished=finished)
             self._wake.set()
         if preempted:
             work.parked[key[1]] = trajectory  # with its tokens
-            self.scheduler.requeue(self._admission(work, key[1], self._prompt_tokens(work)))
+            self.queue.requeue(self._waiting(work, key[1], self._prompt_tokens(work)))
         else:
             await self._on_trajectory(work, trajectory)
 
@@ -232,4 +232,4 @@ class TrajectoryRunner:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        self.scheduler.withdraw()
+        self.queue.withdraw()

@@ -9,7 +9,7 @@ from typing import Any
 from rstar2_megatron.report.corridor import read_corridor
 from rstar2_megatron.settings.load import users_path
 from rstar2_megatron.settings.schema import Settings, StopCondition
-from rstar2_megatron.training.metric_names import unknown_metric
+from rstar2_megatron.training.known_metrics import unknown_metric
 
 Rows = Sequence[Mapping[str, Any]]
 """Metrics of every step from 1."""

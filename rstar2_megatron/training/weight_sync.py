@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rstar2_megatron.cluster.calls import DeadlineExceeded, NoEngineLeft, PendingCall, WorkerFailed, WorkerGroup
 from rstar2_megatron.cluster.rollout_group import RolloutGroup
-from rstar2_megatron.cluster.weights import Sent
+from rstar2_megatron.cluster.weight_transfer import Sent
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.weights.route import STEP_TIMEOUT_S, Place, RouteKind, WeightRoute, make_route, possible_routes
 

@@ -18,9 +18,9 @@ from rlinf.scheduler import Channel, Worker
 from safetensors.torch import load_file
 
 from rstar2_megatron.algorithm.batch import TrainBatch, TrainSequence
-from rstar2_megatron.cluster import weights
+from rstar2_megatron.cluster import weight_transfer
 from rstar2_megatron.cluster.tokens import read_batch
-from rstar2_megatron.cluster.weights import Sent, WeightReceiver, WeightSender
+from rstar2_megatron.cluster.weight_transfer import Sent, WeightReceiver, WeightSender
 from rstar2_megatron.weights.checksum import weights_checksum
 from rstar2_megatron.weights.cuda_ipc import open_device_bucket
 from rstar2_megatron.weights.route import Place, WeightRoute
@@ -39,7 +39,7 @@ FORGET = "WeightSender.forget"
 
 @dataclass
 class Fault:
-    """Call number `at` (from 0) of `name` in the module `cluster.weights` fails, once.
+    """Call number `at` (from 0) of `name` in the module `cluster.weight_transfer` fails, once.
 
     how: "raise"; "hang": a coroutine that never ends; "stick": a call that blocks its thread; "die": the process is killed;
     "blank": the tensor that the coroutine returns holds nothing, as after an error that RLinf only logs.
@@ -124,12 +124,12 @@ class Sender(Worker):
         tensors = self.tensors()
         self._sender = WeightSender(self)
         in_forget = self._fault is not None and self._fault.name == FORGET
-        with planted(weights, None if in_forget else self._fault):
+        with planted(weight_transfer, None if in_forget else self._fault):
             return self._sender.send(iter(tensors), route, engines), weights_checksum(tensors)
 
     def forget_weights(self) -> None:
         """A fault in `FORGET` is one of this call only: a transfer also begins with it."""
-        with planted(weights, self._fault):
+        with planted(weight_transfer, self._fault):
             self._sender.forget()
 
     def send_weights(self, route: WeightRoute, engines: list[Any]) -> Sent:
@@ -185,8 +185,8 @@ def read_kept(path: str) -> list[tuple[str, torch.Tensor]]:
     return list(load_file(path).items())
 
 
-weights.read_bucket = read_bucket  # type: ignore[attr-defined]  # steps at which a fault can be planted
-weights.read_kept = read_kept  # type: ignore[attr-defined]
+weight_transfer.read_bucket = read_bucket  # type: ignore[attr-defined]  # steps at which a fault can be planted
+weight_transfer.read_kept = read_kept  # type: ignore[attr-defined]
 
 
 def as_on_gpus(worker: Any) -> Place:
@@ -214,10 +214,10 @@ class Receiver(Worker):
         flags = []
         failure = "stopped receiving"
         try:
-            with planted(weights, self._fault):
+            with planted(weight_transfer, self._fault):
                 async for bucket, last in self._receiver.begin(route):
                     flags.append(last)
-                    sums.update(weights_checksum(weights.read_bucket(bucket)))
+                    sums.update(weights_checksum(weight_transfer.read_bucket(bucket)))
                     bucket.close()
                     count += 1
             failure = ""
@@ -237,9 +237,9 @@ class Receiver(Worker):
 
     async def keep_weights(self, paths_of_nodes: dict[int, list[str]], version: int) -> str:
         self._kept = {}
-        with planted(weights, self._fault):
+        with planted(weight_transfer, self._fault):
             for path in paths_of_nodes.get(self._cluster_node_rank, []):
-                self._kept.update(weights_checksum(weights.read_kept(path)))
+                self._kept.update(weights_checksum(weight_transfer.read_kept(path)))
         return ""
 
     async def kept(self) -> dict[str, int]:
@@ -268,18 +268,18 @@ class Receiver(Worker):
 
     async def receive_weights(self, route: WeightRoute, version: int) -> str:
         """Keep the checksums and the version."""
-        original = weights.OpenedBucket
+        original = weight_transfer.OpenedBucket
 
-        def opened(path: str) -> weights.OpenedBucket:
+        def opened(path: str) -> weight_transfer.OpenedBucket:
             if self._hidden is not None and path.startswith(self._hidden):
                 raise FileNotFoundError(f"{path} is not in this container")
             return original(path)
 
-        weights.OpenedBucket = opened  # type: ignore[assignment,misc]
+        weight_transfer.OpenedBucket = opened  # type: ignore[assignment,misc]
         try:
             sums, _ = await self.receive(route)
         finally:
-            weights.OpenedBucket = original  # type: ignore[misc]
+            weight_transfer.OpenedBucket = original  # type: ignore[misc]
         if self._lost is not None:
             sums[self._lost] = 0
         self._held = (version, sums)

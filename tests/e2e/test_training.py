@@ -26,7 +26,7 @@ from rstar2_megatron.report.step_bound import shares_of, timeline
 from rstar2_megatron.report.trajectories import main as report_trajectories
 from rstar2_megatron.services.redis_server import RedisServer
 from rstar2_megatron.settings.load import load_settings
-from rstar2_megatron.training.metric_names import unknown_metric
+from rstar2_megatron.training.known_metrics import unknown_metric
 from tests.e2e.runs import ONE_SLOT, RunProcess, arguments, read_jsonl
 
 LIMIT_S = 600

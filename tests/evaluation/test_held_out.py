@@ -12,7 +12,7 @@ from rstar2_megatron.cluster.phases.coordinator import PhaseResult
 from rstar2_megatron.evaluation.held_out import evaluate
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.settings.load import load_settings
-from rstar2_megatron.training.metric_names import unknown_metric
+from rstar2_megatron.training.known_metrics import unknown_metric
 from rstar2_megatron.trajectory import FinishReason, Group, Problem
 from tests.algorithm.trajectories import trajectory
 

@@ -7,7 +7,7 @@ import pytest
 from rstar2_megatron.actor.losses import MAXIMA, SUMS, rl_metrics
 from rstar2_megatron.algorithm.roc import resample_on_correct
 from rstar2_megatron.settings.schema import DownSamplingConfig
-from rstar2_megatron.training.metric_names import unknown_metric
+from rstar2_megatron.training.known_metrics import unknown_metric
 from rstar2_megatron.training.metrics import HEADER_LINE, rollout_metrics, staleness_metrics, step_line, step_metrics
 from rstar2_megatron.trajectory import FinishReason, Group, Problem, ToolOutcome, Trajectory, VersionSpan
 from tests.algorithm.trajectories import trajectory
@@ -118,7 +118,7 @@ def test_signs_of_a_collapse_by_hand() -> None:
 
 
 def test_conditions_may_be_on_every_metric_of_a_step_and_on_no_other() -> None:
-    """`metric_names` is written by hand; tests/e2e asks the same of a whole run."""
+    """`known_metrics` is written by hand; tests/e2e asks the same of a whole run."""
     _, m, _ = measured()
     actor = dict.fromkeys((*SUMS, *MAXIMA, "grad_norm", "lr"), 1.0)
     m |= {f"train/{name}": value for name, value in rl_metrics([actor], with_reference=True).items()}

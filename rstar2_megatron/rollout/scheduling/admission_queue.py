@@ -15,7 +15,7 @@ from rstar2_megatron.rollout.scheduling.kv_budget import KVBudget
 
 
 @dataclass(slots=True, frozen=True)
-class Admission:
+class WaitingTrajectory:
     """A trajectory that waits for admission; lengths in tokens."""
 
     key: Any  # hashable
@@ -32,21 +32,21 @@ class AdmissionQueue:
 
     def __init__(self, budget: KVBudget) -> None:
         self.budget = budget
-        self._waiting: deque[Admission] = deque()
-        self._preempted: deque[Admission] = deque()  # admitted before all others
+        self._waiting: deque[WaitingTrajectory] = deque()
+        self._preempted: deque[WaitingTrajectory] = deque()  # admitted before all others
 
     @property
     def num_waiting(self) -> int:
         return len(self._preempted) + len(self._waiting)
 
-    def add(self, work: Iterable[Admission]) -> None:
+    def add(self, work: Iterable[WaitingTrajectory]) -> None:
         self._waiting.extend(work)
 
     def wants_work(self) -> bool:
         """True when nothing waits and the budget has room."""
         return not self.num_waiting and self.budget.has_room()
 
-    def admit(self) -> list[Admission]:
+    def admit(self) -> list[WaitingTrajectory]:
         """Trajectories that may start now, strictly in order, so that a long one at the head cannot starve."""
         admitted = []
         while queue := self._preempted or self._waiting:
@@ -56,12 +56,12 @@ class AdmissionQueue:
             admitted.append(queue.popleft())
         return admitted
 
-    def requeue(self, parked: Admission) -> None:
+    def requeue(self, parked: WaitingTrajectory) -> None:
         """Release a preempted trajectory's reservation and queue it before all others, with its tokens."""
         self.budget.release(parked.key, finished=False)
         self._preempted.append(parked)
 
-    def withdraw(self) -> list[Admission]:
+    def withdraw(self) -> list[WaitingTrajectory]:
         """Remove and return every waiting trajectory."""
         waiting = [*self._preempted, *self._waiting]
         self._preempted.clear()

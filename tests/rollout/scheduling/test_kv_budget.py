@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rstar2_megatron.rollout.scheduling.adaptive_budget import POLICIES, AdaptiveBudget, make_budget
-from rstar2_megatron.rollout.scheduling.admission_queue import Admission, AdmissionQueue
+from rstar2_megatron.rollout.scheduling.admission_queue import AdmissionQueue, WaitingTrajectory
 from rstar2_megatron.rollout.scheduling.kv_budget import KVBudget
 from rstar2_megatron.rollout.scheduling.length_estimate import GroupDurations, LengthSurvival
 
@@ -79,9 +79,9 @@ def grow_together(
     final = {i: max(1, round(response * share)) for i, (_, response, share) in enumerate(work)}
     length = dict.fromkeys(final, 0)
 
-    def admission(i: int) -> Admission:
+    def admission(i: int) -> WaitingTrajectory:
         prompt, response, _ = work[i]
-        return Admission(i, i, prompt, prompt + response, prompt + length[i])
+        return WaitingTrajectory(i, i, prompt, prompt + response, prompt + length[i])
 
     scheduler.add([admission(i) for i in final])
     running: set[int] = set()
@@ -126,7 +126,7 @@ def test_the_youngest_make_room_once_and_are_the_first_to_go_on() -> None:
     scheduler = AdmissionQueue(budget)
     run_lengths(budget, [10] * 600, 500)
     budget.observe(0, {})
-    scheduler.add([Admission(i, i, 10, 510, 10) for i in range(40)])
+    scheduler.add([WaitingTrajectory(i, i, 10, 510, 10) for i in range(40)])
     count = len(scheduler.admit())
     assert count > 10
     budget.observe(0, {i: 10 + 10 * i for i in range(10)} | dict.fromkeys(range(10, count), 61))
@@ -135,7 +135,7 @@ def test_the_youngest_make_room_once_and_are_the_first_to_go_on() -> None:
     assert scheduler.budget.preempt() == []  # those that leave are not asked twice
     for i in preempted:
         assert isinstance(i, int)
-        scheduler.requeue(Admission(i, i, 10, 510, 10 + 10 * i))
+        scheduler.requeue(WaitingTrajectory(i, i, 10, 510, 10 + 10 * i))
     assert budget.used_tokens <= 1000 and not scheduler.admit()
     left = [key for key in range(count) if key not in preempted]
     for key in left[:-1]:
