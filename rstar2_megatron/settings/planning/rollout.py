@@ -79,7 +79,6 @@ def plan_sharing(plan: RunPlan, settings: Settings, slots: Slots, model: ModelCo
         buckets = 2 * actor.weight_sync.bucket_mb * 2**20 / GB  # the buffer, and the tensor gathered for it
         of_actor = stays + (memory.weights if actor.offload_weight else 0) + buckets
         sync = of_actor + weights + residue
-        plan.gpu_peak_gb = max(plan.gpu_peak_gb, sync)
         plan.add(
             "sharing a GPU",
             "GB in turns",
@@ -94,7 +93,6 @@ def plan_sharing(plan: RunPlan, settings: Settings, slots: Slots, model: ModelCo
             )
     else:
         plan.add("sharing a GPU", "GB at all times", f"{gb_text(engine + stays)} (nothing is offloaded)")
-    plan.gpu_peak_gb = max(plan.gpu_peak_gb, engine + stays)
     if engine + stays > gpu_gb:
         share = 1 - (residue + ENGINE_WORK_GB) / (gpu_gb - stays) if stays < gpu_gb else 0.0
         plan.problems.append(

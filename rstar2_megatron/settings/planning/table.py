@@ -18,8 +18,6 @@ class RunPlan:
     actor_memory: Memory | None = None
     num_engines: int = 0
     kv_capacity_tokens: int | None = None
-    gpu_peak_gb: float = 0.0
-    """Largest GB of one GPU over the phases of a step."""
 
     @property
     def fits(self) -> bool:

@@ -21,7 +21,7 @@ def plan_training(
     plan.actor_memory = memory
     shares_gpu = settings.runner.task_type == "reasoning" and not slots.is_cpu and collocated(settings.cluster, slots)
     engine = engine_residue_gb(settings) if shares_gpu else 0.0
-    plan.gpu_peak_gb = total = memory.total + engine
+    total = memory.total + engine
     parts = (
         f"weights {gb_text(memory.weights)} + gradients {gb_text(memory.gradients)} + optimizer {gb_text(memory.optimizer)} "
         f"+ activations {gb_text(memory.activations)} + vocabulary head {gb_text(memory.head)}"
