@@ -36,7 +36,7 @@ def main() -> int:
             continue
         path = arguments.out / f"{name}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        print(f"{path}: {write_jsonl(path, iter(rows))} problems")
+        print(f"{path}: {write_jsonl(path, rows)} problems")
     return 1 if failed else 0
 
 

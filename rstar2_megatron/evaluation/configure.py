@@ -83,11 +83,16 @@ def read_graded(paths: Sequence[Path], settings: Settings, limit: int | None = N
 
 
 def read_benchmarks(paths: Sequence[Path], limit: int | None, settings: Settings) -> dict[str, list[Problem]]:
-    """Problems by file name without suffix. Raises DataError, also when two files share a query_id."""
-    read_graded(paths, settings)  # raises when two files share a query_id
+    """Problems by file name without suffix. Raises DataError, also when two files share a name or a query_id."""
     if len({path.stem for path in paths}) < len(paths):
         raise DataError(f"two of {', '.join(map(str, paths))} have one name, by which their scores are told apart; rename one")
-    return {path.stem: read_problems([path], settings.data)[:limit] for path in paths}
+    benchmarks = {path.stem: read_graded([path], settings, limit) for path in paths}
+    name_of: dict[str, str] = {}
+    for name, problems in benchmarks.items():
+        for problem in problems:
+            if (other := name_of.setdefault(problem.query_id, name)) != name:
+                raise DataError(f"{name}: query_id {problem.query_id!r} was already used in {other}; make them unique")
+    return benchmarks
 
 
 def default_out(model: Path, folder: str) -> Path:

@@ -69,7 +69,7 @@ def evaluate(
     rows = [trajectory_row(group.problem, t) for group in phase.groups for t in group.trajectories]
     if directory is not None:
         directory.mkdir(parents=True, exist_ok=True)
-        write_jsonl(directory / f"{label.replace(' ', '_')}.jsonl", iter(rows))
+        write_jsonl(directory / f"{label.replace(' ', '_')}.jsonl", rows)
     samples = [sample for sample in map(Sample.from_row, rows) if sample.usable]
     k = settings.evaluation.num_samples
     tasks = {problem.query_id: problem.task for problem in chosen}

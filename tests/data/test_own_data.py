@@ -465,3 +465,11 @@ def test_scores_of_two_files_of_one_name_are_not_mixed(tmp_path: Path) -> None:
     settings = load("rstar2-tiny-cpu", []).settings
     with pytest.raises(DataError, match="have one name, by which their scores are told apart; rename one"):
         read_benchmarks(paths, None, settings)
+
+
+def test_a_query_id_of_two_benchmarks_is_refused(tmp_path: Path) -> None:
+    row = {"prompt": "1+1?", "solutions": ["2"], "query_id": "sum"}
+    paths = [write_rows(tmp_path / name, [row]) for name in ("first.jsonl", "second.jsonl")]
+    settings = load("rstar2-tiny-cpu", []).settings
+    with pytest.raises(DataError, match="second: query_id 'sum' was already used in first; make them unique"):
+        read_benchmarks(paths, None, settings)
