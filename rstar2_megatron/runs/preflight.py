@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
@@ -45,6 +46,8 @@ from rstar2_megatron.sft.rows import read_segments
 
 PLACEHOLDER = "/path/to/"
 """How a path of a shipped YAML begins that is the user's to give."""
+Kind = Literal["wrong", "absent", "note"]
+"""A mistake; what a plan for another machine may lack; a warning."""
 _MAKERS = {"sft": "data_process/build_sft_dataset.py", "preference": "python -m rstar2_megatron.search (its mcts.jsonl)"}
 
 
@@ -105,11 +108,14 @@ def check_before_start(
     _raise(replay_problems(settings.runner.replay_rollouts, settings.runner.max_steps))  # of a run that was here
     raise_or_warn(init_checkpoint_problems(settings))
     raise_or_warn(cold_start_problems(settings))
-    wrong, absent, notes = data_problems(settings, later)
-    warnings += notes
-    _raise(wrong)
-    raise_or_warn(absent)
-    if dry_run and settings.runner.task_type in _MAKERS and not absent:  # a run reads all rows before it starts anything
+    of_data: dict[Kind, list[str]] = {"wrong": [], "absent": [], "note": []}
+    for kind, sentence in data_problems(settings, later):
+        of_data[kind].append(sentence)
+    warnings += of_data["note"]
+    _raise(of_data["wrong"])
+    raise_or_warn(of_data["absent"])
+    trains_on_rows = settings.runner.task_type in _MAKERS
+    if dry_run and trains_on_rows and not of_data["absent"]:  # a run reads all rows before it starts anything
         _raise(row_problems(settings))
     raise_or_warn(logger_problems(settings))
     if model is not None:
@@ -209,6 +215,12 @@ def arithmetic_problems(settings: Settings) -> Iterator[str]:
         yield (
             f"runner.init_checkpoint={runner.init_checkpoint} continues a trained model, but cold_start.enabled=True "
             "fine-tunes one first; set cold_start.enabled=False or runner.init_checkpoint=null"
+        )
+    save, validate = runner.save_interval, runner.val_check_interval
+    if runner.task_type not in _MAKERS and validate > 0 and save > 0 and save % validate:  # RLinf asserts it at the first step
+        yield (
+            f"runner.save_interval={save} is no multiple of runner.val_check_interval={validate}: a checkpoint is kept by its "
+            f"held-out score; set it to {max(1, round(save / validate)) * validate}, or to -1 for one after the last step only"
         )
     if runner.task_type == "reasoning":
         yield from sampling_problems(settings)
@@ -437,72 +449,64 @@ def cold_start_problems(settings: Settings) -> Iterator[str]:
             yield f"{what} does not exist; {_MAKERS['sft']} writes such files"
 
 
-def data_problems(settings: Settings, later: Collection[str] = ()) -> tuple[list[str], list[str], list[str]]:
-    """(bad rows, too few problems; files that are not given, not on this machine, or made by a stage before; warnings)."""
-    wrong: list[str] = []
-    absent: list[str] = []
-    notes: list[str] = []
-    if (task := settings.runner.task_type) in ("sft", "preference"):
-        section, maker = settings.sft if task == "sft" else settings.preference, _MAKERS[task]
-        if not section.train_data_paths and f"{task}.train_data_paths" not in later:
-            absent.append(f"{task}.train_data_paths is empty; {maker} writes such files")
-        for path in [*section.train_data_paths, *section.val_data_paths]:
-            if path.startswith(BUILT_PREFIXES):
-                absent.append(f"{task} data file {path} is made by the cold start; set cold_start.builder=tiny or give files")
-            elif not Path(path).is_file():
-                absent.append(f"{task} data file {path} does not exist; {maker} writes such files")
-        return wrong, absent, notes
-    data = settings.data
-    least_problems = data.rollout_batch_size if settings.runner.task_type == "reasoning" else 1
-    save, validate = settings.runner.save_interval, settings.runner.val_check_interval
-    if validate > 0 and save > 0 and save % validate:  # RLinf asserts it at the first step
-        wrong.append(
-            f"runner.save_interval={save} is no multiple of runner.val_check_interval={validate}: a checkpoint is kept by its "
-            f"held-out score; set it to {max(1, round(save / validate)) * validate}, or to -1 for one after the last step only"
-        )
-    for key, paths, least in (
-        ("train_data_paths", data.train_data_paths, least_problems),
-        ("val_data_paths", data.val_data_paths, 0),
-    ):
-        if any(path.startswith(BUILT_PREFIXES) for path in paths):
-            absent.append(f"data.{key}={paths} is made by the cold start; set cold_start.builder=tiny or give files")
-            continue
-        if any(path.startswith(PLACEHOLDER) for path in paths):
-            continue
-        if key == "val_data_paths" and not paths:
-            if settings.runner.val_check_interval > 0:
-                absent.append(
-                    f"runner.val_check_interval={settings.runner.val_check_interval} needs data.val_data_paths; "
-                    "give held-out problems or set it to -1"
-                )
-            continue
-        try:
-            problems = read_problems(paths, data)
-        except Absent as error:
-            absent.append(f"data.{key}: {error}")
-            continue
-        except DataError as error:
-            also = ""
-            if key == "val_data_paths" and (data.rows or (data.prompt_key, data.answer_key) != ("prompt", "solutions")):
-                also = "; data.rows and the names of columns are for held-out files too: give some of this form, or none by []"
-            wrong.append(f"data.{key}: {error}{also}")
-            continue
-        if settings.reward.has_math and (note := worked_note(problems, more_than=0.5)):
-            wrong.append(f"data.{key}: {note}")
-        if settings.runner.max_steps and len(problems) < least:
-            wrong.append(
-                f"data.{key} has {len(problems)} problems, a step needs data.rollout_batch_size={least}; lower "
-                "it or add problems"
-            )
-        systems = sum(problem.prompt[0]["role"] == "system" for problem in problems)
-        if systems and not settings.agentloop.use_data_system_prompt:
-            notes.append(
-                f"data.{key}: {systems} problems begin with a system message, which the model does not read; set "
-                "agentloop.use_data_system_prompt=True to give it in place of agentloop.system_prompt"
-            )
+def data_problems(settings: Settings, later: Collection[str] = ()) -> Iterator[tuple[Kind, str]]:
+    """wrong: bad rows, too few problems; absent: files that are not given, not on this machine, or made by a stage before."""
+    if settings.runner.task_type in ("sft", "preference"):
+        yield from (("absent", sentence) for sentence in _absent_rows(settings, later))
+        return
+    data, every = settings.data, settings.runner.val_check_interval
+    yield from _problems_of(settings, "train_data_paths")
+    if data.val_data_paths:
+        yield from _problems_of(settings, "val_data_paths")
+    elif every > 0:
+        yield "absent", f"runner.val_check_interval={every} needs data.val_data_paths; give held-out problems or set it to -1"
     if shared := sorted(set(data.train_data_paths) & set(data.val_data_paths)):
-        notes.append(f"data.val_data_paths={shared[0]} is trained on, so its scores say nothing of other problems")
-    return wrong, absent, notes
+        yield "note", f"data.val_data_paths={shared[0]} is trained on, so its scores say nothing of other problems"
+
+
+def _absent_rows(settings: Settings, later: Collection[str]) -> Iterator[str]:
+    """Files of `sft` and `preference`."""
+    task = settings.runner.task_type
+    section, maker = settings.sft if task == "sft" else settings.preference, _MAKERS[task]
+    if not section.train_data_paths and f"{task}.train_data_paths" not in later:
+        yield f"{task}.train_data_paths is empty; {maker} writes such files"
+    for path in [*section.train_data_paths, *section.val_data_paths]:
+        if path.startswith(BUILT_PREFIXES):
+            yield f"{task} data file {path} is made by the cold start; set cold_start.builder=tiny or give files"
+        elif not Path(path).is_file():
+            yield f"{task} data file {path} does not exist; {maker} writes such files"
+
+
+def _problems_of(settings: Settings, key: Literal["train_data_paths", "val_data_paths"]) -> Iterator[tuple[Kind, str]]:
+    """The files of a key of `data`."""
+    data, runner = settings.data, settings.runner
+    paths: list[str] = getattr(data, key)
+    if any(path.startswith(BUILT_PREFIXES) for path in paths):
+        yield "absent", f"data.{key}={paths} is made by the cold start; set cold_start.builder=tiny or give files"
+        return
+    if any(path.startswith(PLACEHOLDER) for path in paths):
+        return
+    try:
+        problems = read_problems(paths, data)
+    except Absent as error:
+        yield "absent", f"data.{key}: {error}"
+        return
+    except DataError as error:
+        also = ""
+        if key == "val_data_paths" and (data.rows or (data.prompt_key, data.answer_key) != ("prompt", "solutions")):
+            also = "; data.rows and the names of columns are for held-out files too: give some of this form, or none by []"
+        yield "wrong", f"data.{key}: {error}{also}"
+        return
+    if settings.reward.has_math and (note := worked_note(problems, more_than=0.5)):
+        yield "wrong", f"data.{key}: {note}"
+    least = data.rollout_batch_size if key == "train_data_paths" and runner.task_type == "reasoning" else 0
+    if runner.max_steps and (number := len(problems)) < least:
+        needs = f"a step needs data.rollout_batch_size={least}; lower it or add problems"
+        yield "wrong", f"data.{key} has {number} problems, {needs}"
+    systems = sum(problem.prompt[0]["role"] == "system" for problem in problems)
+    if systems and not settings.agentloop.use_data_system_prompt:
+        instead = "set agentloop.use_data_system_prompt=True to give it in place of agentloop.system_prompt"
+        yield "note", f"data.{key}: {systems} problems begin with a system message, which the model does not read; {instead}"
 
 
 def row_problems(settings: Settings) -> Iterator[str]:
