@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 class MegatronActor:
     """Trains, scores, exports and checkpoints the policy under one parallel layout."""
 
-    scores = False  # True: the model has a reward model's head (`preference.score_actor.ScoreActor`)
+    scores = False  # True: the model has a reward model's head (`score_actor.ScoreActor`)
 
     def __init__(
         self,

@@ -11,9 +11,9 @@ import numpy as np
 from rlinf.scheduler import Worker
 
 from rstar2_megatron.actor.megatron_actor import MegatronActor
-from rstar2_megatron.actor.preference.score_actor import ScoreActor
 from rstar2_megatron.actor.process_groups import order_collectives
 from rstar2_megatron.actor.profile import TorchProfile
+from rstar2_megatron.actor.score_actor import ScoreActor
 from rstar2_megatron.algorithm.batch import TrainBatch, logprob_difference
 from rstar2_megatron.algorithm.preference import Pairs
 from rstar2_megatron.cluster.tokens import read_batch

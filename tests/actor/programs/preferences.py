@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rstar2_megatron.actor.preference.score_actor import ScoreActor
+from rstar2_megatron.actor.score_actor import ScoreActor
 from rstar2_megatron.algorithm.preference import Comparison, Pairs
 
 
