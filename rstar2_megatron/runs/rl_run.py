@@ -45,8 +45,7 @@ from rstar2_megatron.settings.placement import collocated, slots_of, visible_gpu
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.training import gates
 from rstar2_megatron.training.collapse import PASS_RATE, CollapseError, CollapseWatch, EmptySteps
-from rstar2_megatron.training.drift import logprob_drift
-from rstar2_megatron.training.metrics import HEADER_LINE, step_line, step_metrics
+from rstar2_megatron.training.metrics import HEADER_LINE, logprob_drift, step_line, step_metrics
 from rstar2_megatron.training.trainer import Trainer
 from rstar2_megatron.trajectory import Group
 

@@ -17,6 +17,7 @@ A mean over nothing is left out of the step's metrics; a count or ratio of event
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -27,6 +28,8 @@ from rstar2_megatron.records.step_shares import SHARES, step_shares
 from rstar2_megatron.trajectory import FinishReason, Group, ToolOutcome, Trajectory
 
 Metrics = dict[str, float]
+DIFFERENCE = "rollout/logprob_diff_mean"
+RECENT = 5  # steps, of `logprob_drift`
 
 
 def step_metrics(
@@ -74,6 +77,20 @@ def staleness_metrics(kept: Sequence[Trajectory], version: int, bound: int) -> M
     metrics["staleness_mean"] = _ratio(sum(n * count for n, count in tokens.items()), total)
     metrics["staleness_max"] = max(tokens, default=0)
     return metrics
+
+
+def logprob_drift(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """Whether the log-probs of engine and actor drift apart in the course of a run.
+
+    Mean difference of the last `RECENT` steps over the median of all steps before; None in the first 2 x `RECENT` steps.
+    rows: metrics of every step so far, with DIFFERENCE; steps without it are passed over.
+    """
+    values = [float(row[DIFFERENCE]) for row in rows if row.get(DIFFERENCE) is not None]
+    values = [value for value in values if math.isfinite(value)]
+    if len(values) < 2 * RECENT:
+        return None
+    before = statistics.median(values[:-RECENT])
+    return statistics.fmean(values[-RECENT:]) / before if before > 0 else None
 
 
 def rollout_metrics(groups: Sequence[Group], resampled: Sequence[ResampleResult]) -> Metrics:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from rstar2_megatron.training.drift import DIFFERENCE, RECENT, logprob_drift
+from rstar2_megatron.training.metrics import DIFFERENCE, RECENT, logprob_drift
 
 
 def rows(*values: float | None) -> list[dict[str, float]]:

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
+import platform
 import shutil
+import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 
+from rstar2_megatron import __version__
 from rstar2_megatron.cpu.devices import hide_gpus
 from rstar2_megatron.runs.base_run import StopSignals
 from rstar2_megatron.runs.check.context import Context
 from rstar2_megatron.runs.check.nodes import Nodes
-from rstar2_megatron.runs.check.report import write_report
 from rstar2_megatron.runs.check.result import Check, CheckResult
 from rstar2_megatron.runs.check.runner import run_checks
 from rstar2_megatron.runs.check.subjects import actor, collectives, engine, judge, machine, network, thin_model, whole_run
 from rstar2_megatron.services.close_deadline import close_deadline
 from rstar2_megatron.services.run_temporary import RunTemporary
-from rstar2_megatron.settings.load import ConfigError
+from rstar2_megatron.settings.load import ConfigError, print_config
 from rstar2_megatron.settings.placement import Slots, component_slots, gpu_problem, slots_of, visible_gpus, visible_host_gb
 from rstar2_megatron.settings.planning.plan import make_plan
 from rstar2_megatron.settings.schema import Settings
@@ -56,6 +61,7 @@ def placed_slots(settings: Settings, slots: Slots) -> tuple[int, ...]:
 
 
 def report_path(settings: Settings) -> Path:
+    """Everything that the checks found, as JSON that can be attached to an issue."""
     return Path(settings.runner.output_dir) / f"{settings.runner.experiment_name}.check.json"
 
 
@@ -109,14 +115,24 @@ def check(
             remove()
             files.remove()
         signals.restore()
-    path = report_path(settings)
-    write_report(path, settings, results, _plan(settings), context.found.get("survey"), time.monotonic() - started)
-    states = Counter(result.state for result in results)
-    say(
-        f"{states['passed']} passed, {states['failed']} failed, {states['skipped']} skipped in "
-        f"{time.monotonic() - started:.0f} s; report: {path}"
-    )
-    return 1 if states["failed"] else 0
+    path, seconds = report_path(settings), time.monotonic() - started
+    counts = Counter(result.state for result in results)
+    summary = {state: counts[state] for state in ("passed", "failed", "skipped")}
+    report = {
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+        "version": __version__,
+        "python": sys.version,
+        "system": platform.platform(),
+        "seconds": round(seconds, 1),
+        "summary": summary,
+        "checks": [asdict(result) for result in results],
+        "nodes": context.found.get("survey"),  # what each node said of itself
+        "plan": _plan(settings).splitlines(),
+        "config": print_config(settings).splitlines(),
+    }
+    path.write_text(json.dumps(report, indent=1, default=str) + "\n")
+    say(f"{', '.join(f'{count} {state}' for state, count in summary.items())} in {seconds:.0f} s; report: {path}")
+    return 1 if summary["failed"] else 0
 
 
 def _plan(settings: Settings) -> str:
