@@ -149,9 +149,8 @@ def _id(raw: dict[str, Any], key: str) -> str:
 def read_tools(value: Any) -> list[dict[str, Any]]:
     """The schemas of a row, which may be JSON in a text. Raises ValueError."""
     tools = _from_text(value) or []
-    tools = list(map(_from_text, tools)) if isinstance(tools, list) else tools
-    functions = list(map(described, tools)) if isinstance(tools, list) else [{}]
-    if not all("name" in function and isinstance(function.get("parameters") or {}, dict) for function in functions):
+    tools = list(map(_from_text, tools)) if isinstance(tools, list) else [{}]
+    if not all("name" in one and isinstance(one.get("parameters") or {}, dict) for one in map(described, tools)):
         raise ValueError('has tools that are no list of {"type": "function", "function": {"name": ..., "parameters": {...}}}')
     return tools
 

@@ -213,10 +213,11 @@ def _check_whole(problem: Problem, prompt_key: str) -> None:
     said = "".join(message["content"] for message in problem.prompt)
     choices = ("options", "choices") if all(map(_LETTER.fullmatch, problem.solutions)) else ()
     for key in (*choices, "input") if prompt_key == "instruction" else choices:
-        match listed(problem.extra.get(key), key, str):
-            case str(part) | [str(part), *_] | {"text": [str(part), *_]} | {"A": str(part)}:
-                if re.sub(r"^\(?[A-Z][).:]", "", part.strip()).strip() not in said:
-                    raise ValueError(f"{key!r} belongs to the problem and is not in {prompt_key!r}; put it there by data.rows")
+        value = listed(problem.extra.get(key), key, str)
+        value = value.get("text", [*value.values()]) if isinstance(value, dict) else value
+        parts = [part for part in (value if isinstance(value, list) else [value]) if isinstance(part, str) and part.strip()]
+        if parts and not any(re.sub(r"^\(?[A-Z][).:]", "", part.strip()).strip() in said for part in parts):
+            raise ValueError(f"{key!r} belongs to the problem and is not in {prompt_key!r}; put it there by data.rows")
 
 
 def listed(value: Any, key: str, *kinds: type) -> Any:
