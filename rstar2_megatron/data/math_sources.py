@@ -92,7 +92,6 @@ def _columns(texts: str, answers: str) -> Callable[[Mapping[str, Any]], Publishe
 
 
 _EULER = ("problem|question|description|content|prompt", "answer|solution|expected_answer")
-_OWN = ("prompt", "solutions")
 _OPENMATH = HubName("nvidia/OpenMathReasoning", "default", "cot")
 SOURCES: dict[str, Source] = {
     source.name: source
@@ -100,7 +99,7 @@ SOURCES: dict[str, Source] = {
         Source("dapo", ("prompt", "solution|reward_model"), _read_dapo, HubName("open-r1/DAPO-Math-17k-Processed", "en")),
         Source("openmathreasoning", ("problem", "expected_answer"), _read_openmath, _OPENMATH, ("problem_type",)),
         Source("project-euler", _EULER, _columns(*_EULER)),
-        Source("problems", _OWN, _columns(*_OWN)),
+        Source("problems", ("prompt", "solutions"), _columns("prompt", "solutions")),
     )
 }
 

@@ -215,8 +215,9 @@ def _check_whole(problem: Problem, prompt_key: str) -> None:
     for key in (*choices, "input") if prompt_key == "instruction" else choices:
         value = listed(problem.extra.get(key), key, str)
         value = value.get("text", [*value.values()]) if isinstance(value, dict) else value
-        parts = [part for part in (value if isinstance(value, list) else [value]) if isinstance(part, str) and part.strip()]
-        if parts and not any(re.sub(r"^\(?[A-Z][).:]", "", part.strip()).strip() in said for part in parts):
+        parts = value if isinstance(value, list) else [value] if isinstance(value, str) else []
+        texts = [re.sub(r"^\(?[A-Z][).:]", "", str(part)).strip() for part in parts if part]
+        if any(texts) and not any(text in said or text in problem.solutions for text in texts if text):
             raise ValueError(f"{key!r} belongs to the problem and is not in {prompt_key!r}; put it there by data.rows")
 
 
