@@ -34,8 +34,8 @@ def argument_fault(arguments: dict[str, Any], schema: ToolSchema) -> str:
 
 def is_call_as_text(text: str, names: Iterable[str]) -> bool:
     """Whether a text begins as a call of one of the tools in Python or in JSON, which a rollout would not run."""
-    name = "|".join(map(re.escape, names)) or "(?!)"
-    return bool(re.match(rf"""\s*(?:```\w*\s*)?\[?\s*['"]?(?:(?:{name})['"]?\s*\(|\{{\s*"name"\s*:\s*"(?:{name})")""", text))
+    rest = re.sub(r"""\A\s*(?:```\w*\s*)?\[?\s*(?:\{\s*"name"\s*:\s*)?['"]?""", "", text)
+    return any(rest.startswith(name) and re.match(r"""['"]?\s*\(|"\s*[,}]""", rest[len(name) :]) for name in names)
 
 
 def _unwritable(value: Any) -> str:
