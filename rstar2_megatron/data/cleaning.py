@@ -56,7 +56,7 @@ _WORDS_AND_OPERATORS = re.compile(
     r"|(?<=\d)\.(?=\d)|(?<=\b[^\W\d_])'+"
 )
 # \( and \[ begin formulas as $ does, and braces of LaTeX around one number or word change nothing.
-_DRESSING = re.compile(r"\\[()\[\]]|(?<!\\)\{(\s*[\w.,]*\s*)\}")
+_DRESSING = re.compile(r"\\[()\[\]]|(?<!\\)\{(\s*+[\w.,]*+\s*+)\}")
 _ONE_SIGN = str.maketrans("\u2212\u2019\u2032", "-''")
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 _RAISED = re.compile(r"[\u00b2\u00b3\u00b9\u2070-\u209f]+")  # superscripts and subscripts

@@ -17,12 +17,12 @@ from rstar2_megatron.tools import ToolSchema, render_schemas
 ROLES = ("system", "user", "assistant", "tool")
 CONTROL_TOKEN = re.compile(r"<\|[^\s<>|]+\|>")
 """Control tokens of chat formats, such as <|im_end|>; the `<|` of `1<|z|<2` is none."""
-_THOUGHT = re.compile(r"\s*<think>\s*(.*?)\s*</think>\s*", re.DOTALL)  # reasoning as DeepSeek-R1 and Qwen3 write it
+_THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)  # reasoning as DeepSeek-R1 and Qwen3 write it
 _THINK = re.compile(r"</?think>")
 _READ = frozenset({"role", "content", "id", "name", "tool_call_id"})  # the last three are not written for a model
 _ASSISTANTS = _READ | {"reasoning_content", "tool_calls"}
 _RENDERED = re.compile(r"\s*(?:<\|(?:im_start|begin_of_text|start_header_id)\|>|<s>|<bos>|<start_of_turn>|\[INST\])")
-_DRESSED = re.compile(r"\s*<tool_response>\s*((?:(?!<tool_response>).)*?)\s*</tool_response>\s*", re.DOTALL)
+_DRESSED = re.compile(r"\s*<tool_response>((?:(?!</?tool_response>).)*)</tool_response>\s*", re.DOTALL)
 _NUL = re.compile("\0")
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 
@@ -97,10 +97,10 @@ def read_message(raw: Any) -> Message:
     if not isinstance(reasoning, str) or not isinstance(calls, list):
         raise ValueError("has reasoning_content that is no text, or tool_calls that are no list")
     if assistant and not reasoning and (thought := _THOUGHT.match(text)):
-        reasoning, text = thought[1], text[thought.end() :]
+        reasoning, text = thought[1].strip(), text[thought.end() :]
     call_id = _id(raw, "tool_call_id") if role == "tool" else ""
     if role == "tool" and (dressed := _DRESSED.fullmatch(text)):  # as it is rendered
-        text = dressed[1]
+        text = dressed[1].strip()
     message = Message(role, text, reasoning if reasoning.strip() else "", tuple(map(read_call, calls)), call_id)
     whole = "\n".join([text, reasoning, *(call.body for call in message.calls)]) if assistant else text
     if fault := unreadable(whole, CONTROL if assistant else _NUL):  # the others' texts are not trained: logs, pages of a PDF

@@ -120,7 +120,7 @@ def _read_apigen(values: Mapping[str, Any]) -> tuple[list[Message], list[dict[st
     return messages, tools
 
 
-_GLAIVE_TURN = re.compile(r"(?:^|\n)\s*(USER|ASSISTANT|FUNCTION RESPONSE):[ \t]*")
+_GLAIVE_TURN = re.compile(r"^[ \t]*+(USER|ASSISTANT|FUNCTION RESPONSE):[ \t]*", re.MULTILINE)
 _GLAIVE_OWN = re.compile(r"SYSTEM:|You are a helpful assistant,? with (no )?access to [\w ]+\.( Use them if required -)?")
 _GLAIVE_ROLE = {"USER": "user", "ASSISTANT": "assistant", "FUNCTION RESPONSE": "tool"}
 
@@ -181,7 +181,7 @@ def _read_nemotron(values: Mapping[str, Any]) -> tuple[list[Message], list[dict[
     if "<think>" in output:
         raise Unusable("a reasoning answer")
     # Of the system text the switch of reasoning is the set's own. A second system text makes the row unusable.
-    if system := re.sub(r"\s*\bdetailed thinking (?:on|off)\b\.?\s*", "\n", values.get("system_prompt") or "").strip():
+    if system := re.sub(r"\bdetailed thinking (?:on|off)\b\.?", "", values.get("system_prompt") or "").strip():
         messages.insert(0, _message("system", system))
     return [*messages, _message("assistant", output)], []
 
