@@ -37,7 +37,7 @@ def main() -> int:
         path = arguments.out / f"{name}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         print(f"{path}: {write_jsonl(path, rows)} problems")
-    return 1 if failed else 0
+    return 2 if failed == len(arguments.benchmarks) else 1 if failed else 0  # docs/inputs.md
 
 
 if __name__ == "__main__":

@@ -129,7 +129,9 @@ def main() -> None:
     try:
         with writing(args.output):
             convert(args.checkpoint, args.model, args.output)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
+        parser.error(str(error))
+    except OSError as error:
         raise SystemExit(f"convert: {error}") from None
     print(f"wrote {args.output}")
 

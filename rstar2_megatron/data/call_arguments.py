@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable
 from typing import Any
 
 from rstar2_megatron.data.json_text import JSON_TYPES, half_character, json_type
@@ -28,6 +30,12 @@ def argument_fault(arguments: dict[str, Any], schema: ToolSchema) -> str:
         if fault := _unwritable(value):
             return f'Argument "{key}" holds {fault}.'
     return ""
+
+
+def is_call_as_text(text: str, names: Iterable[str]) -> bool:
+    """Whether a text begins as a call of one of the tools in Python or in JSON, which a rollout would not run."""
+    rest = re.sub(r"""\A\s*(?:```\w*\s*)?\[?\s*(?:\{\s*"name"\s*:\s*)?['"]?""", "", text)
+    return any(rest.startswith(name) and re.match(r"""['"]?\s*\(|"\s*[,}]""", rest[len(name) :]) for name in names)
 
 
 def _unwritable(value: Any) -> str:

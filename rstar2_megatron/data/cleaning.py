@@ -50,10 +50,14 @@ _MARKS = "".join(c for c in map(chr, range(0x300, 0x10000)) if unicodedata.categ
 _HAN = r"[\u3400-\u9fff]"
 _WORD = rf"{_HAN}|(?:(?!{_HAN})[^\W_]|[{_MARKS}])+"  # marks: of vowels in Hindi and Thai, which re counts to no word
 _WORDS = re.compile(_WORD)
-# A hyphen before a word and the bold of Markdown are dressing.
+# A hyphen before a word and the bold of Markdown are dressing; a point between digits and the dash of f' are not.
 _WORDS_AND_OPERATORS = re.compile(
-    _WORD + r"|(?<=[0-9)])[!%]|[+/<>=\u00b1\u00d7\u00f7\u2200-\u22ff]|-(?![^\W\d_]{2})|(?<!\*)\*(?!\*)"
+    _WORD + r"|(?<=[0-9)])[!%]|[+/<>=^|()\[\]{}\u00b1\u00d7\u00f7\u2200-\u22ff]|-(?![^\W\d_]{2})|(?<!\*)\*(?!\*)"
+    r"|(?<=\d)\.(?=\d)|(?<=\b[^\W\d_])'+"
 )
+# \( and \[ begin formulas as $ does, and braces of LaTeX around one number or word change nothing.
+_DRESSING = re.compile(r"\\[()\[\]]|(?<!\\)\{(\s*+[\w.,]*+\s*+)\}")
+_ONE_SIGN = str.maketrans("\u2212\u2019\u2032", "-''")
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 _RAISED = re.compile(r"[\u00b2\u00b3\u00b9\u2070-\u209f]+")  # superscripts and subscripts
 # Other ways to write the same character: 1 in full width or in bold, a blank that does not break. Not so 2 in the power,
@@ -87,7 +91,7 @@ def integer_answer(answer: str, max_digits: int) -> str | None:
     while (inner := re.fullmatch(r"\$+(.*?)\$+|\\\((.*)\\\)|\\boxed\s*\{(.*)\}", text, re.DOTALL)) is not None:
         text = next(group for group in inner.groups() if group is not None).strip()
     text = re.sub(r"\\,(?=\d{3}(?!\d))", ",", text.replace("\\!", "").replace("{,}", ",").removesuffix("\\,"))
-    if re.fullmatch(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.0*)?", text):  # not with blanks: 100, 200 is a list
+    if re.fullmatch(r"[+-]?[1-9]\d{0,2}(?:,\d{3})+(?:\.0*)?", text):  # not with blanks: 100, 200 is a list
         text = text.replace(",", "")
     text = re.sub(r"\.0*$", "", text)
     digits = text.lstrip("+-0") or "0"
@@ -101,8 +105,9 @@ def words(text: str, operators: bool = False) -> list[str]:
 
     operators: also + - < and the like, by which two problems of the same words differ.
     """
-    apart = _RAISED.sub(r" \g<0> ", text.replace("\\%", "%"))  # as LaTeX's 2^7 are two numbers
-    same = unicodedata.normalize("NFKC", apart).lower().replace("\u2212", "-")
+    text = _RAISED.sub(lambda found: f" ^{found[0]} " if found[0] < "\u2080" else f" {found[0]} ", text)  # as LaTeX's 2^7
+    text = _DRESSING.sub(r" \1 ", text.replace("\\%", "%"))
+    same = unicodedata.normalize("NFKC", text).lower().translate(_ONE_SIGN)
     return (_WORDS_AND_OPERATORS if operators else _WORDS).findall(same)
 
 

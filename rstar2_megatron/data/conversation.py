@@ -17,10 +17,12 @@ from rstar2_megatron.tools import ToolSchema, render_schemas
 ROLES = ("system", "user", "assistant", "tool")
 CONTROL_TOKEN = re.compile(r"<\|[^\s<>|]+\|>")
 """Control tokens of chat formats, such as <|im_end|>; the `<|` of `1<|z|<2` is none."""
-_THOUGHT = re.compile(r"\s*<think>\s*(.*?)\s*</think>\s*", re.DOTALL)  # reasoning as DeepSeek-R1 and Qwen3 write it
+_THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)  # reasoning as DeepSeek-R1 and Qwen3 write it
 _THINK = re.compile(r"</?think>")
 _READ = frozenset({"role", "content", "id", "name", "tool_call_id"})  # the last three are not written for a model
 _ASSISTANTS = _READ | {"reasoning_content", "tool_calls"}
+_RENDERED = re.compile(r"\s*(?:<\|(?:im_start|begin_of_text|start_header_id)\|>|<s>|<bos>|<start_of_turn>|\[INST\])")
+_DRESSED = re.compile(r"\s*<tool_response>((?:(?!</?tool_response>).)*)</tool_response>\s*", re.DOTALL)
 _NUL = re.compile("\0")
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 
@@ -61,7 +63,10 @@ def role_and_text(raw: Any, read: frozenset[str] = _READ) -> tuple[str, str]:
     content = raw.get("content")
     if content is None and any(raw.get(key) for key in read - _READ):
         content = ""  # of a turn that only calls
-    return role, content_text(content, role)
+    text = content_text(content, role)
+    if role in ("system", "user") and (found := _RENDERED.match(text)):
+        raise ValueError(f"begins with {found[0].strip()}, so a chat template has written it; write its messages instead")
+    return role, text
 
 
 def content_text(content: Any, role: str) -> str:
@@ -88,12 +93,14 @@ def read_message(raw: Any) -> Message:
     """A message of an SFT row. Raises ValueError as `role_and_text`."""
     assistant = isinstance(raw, dict) and raw.get("role") == "assistant"
     role, text = role_and_text(raw, _ASSISTANTS if assistant else _READ)
-    reasoning, calls = (raw.get("reasoning_content") or "", raw.get("tool_calls") or []) if assistant else ("", [])
+    reasoning, calls = (raw.get("reasoning_content") or "", _from_text(raw.get("tool_calls")) or []) if assistant else ("", [])
     if not isinstance(reasoning, str) or not isinstance(calls, list):
         raise ValueError("has reasoning_content that is no text, or tool_calls that are no list")
     if assistant and not reasoning and (thought := _THOUGHT.match(text)):
-        reasoning, text = thought[1], text[thought.end() :]
+        reasoning, text = thought[1].strip(), text[thought.end() :]
     call_id = _id(raw, "tool_call_id") if role == "tool" else ""
+    if role == "tool" and (dressed := _DRESSED.fullmatch(text)):  # as it is rendered
+        text = dressed[1].strip()
     message = Message(role, text, reasoning if reasoning.strip() else "", tuple(map(read_call, calls)), call_id)
     whole = "\n".join([text, reasoning, *(call.body for call in message.calls)]) if assistant else text
     if fault := unreadable(whole, CONTROL if assistant else _NUL):  # the others' texts are not trained: logs, pages of a PDF
@@ -142,8 +149,8 @@ def _id(raw: dict[str, Any], key: str) -> str:
 def read_tools(value: Any) -> list[dict[str, Any]]:
     """The schemas of a row, which may be JSON in a text. Raises ValueError."""
     tools = _from_text(value) or []
-    functions = list(map(described, tools)) if isinstance(tools, list) else [{}]
-    if not all("name" in function and isinstance(function.get("parameters") or {}, dict) for function in functions):
+    tools = list(map(_from_text, tools)) if isinstance(tools, list) else [{}]
+    if not all("name" in one and isinstance(one.get("parameters") or {}, dict) for one in map(described, tools)):
         raise ValueError('has tools that are no list of {"type": "function", "function": {"name": ..., "parameters": {...}}}')
     return tools
 

@@ -35,17 +35,17 @@ class DoubledKey(ValueError):
     """An object has a key twice."""
 
 
-def load_json(text: str) -> Any:
-    """As json.loads. Raises ValueError, also for a key that stands twice, of which json.loads takes the last one."""
-    return json.loads(text, object_pairs_hook=_each_once)
-
-
 def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         raise DoubledKey(f"the key {next(name for name in found if names.count(name) > 1)!r} stands twice in an object")
     return found
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_each_once)
+"""Raises ValueError, also for a key that stands twice, of which json.loads takes the last one."""
+load_json = DECODER.decode
 
 
 def json_fault(error: ValueError | RecursionError, start: int = 0, unit: str = "character") -> tuple[str, str]:

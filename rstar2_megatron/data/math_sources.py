@@ -10,11 +10,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rstar2_megatron.data.conversation import content_text
 from rstar2_megatron.data.json_text import exact_number, json_type
+from rstar2_megatron.data.problems import listed
 from rstar2_megatron.data.rows import DataError, HubName, Row, Source, Unusable, with_names
 
 Published = tuple[str, str]
@@ -32,6 +33,7 @@ def _text(value: Any, column: str) -> str:
 
 def _last_user_message(value: Any, column: str) -> str:
     """The problem of a prompt that is text, or a list of messages (role, content)."""
+    value = listed(value, column, dict)
     if not isinstance(value, list):
         return _text(value, column)
     messages = [m for m in value if isinstance(m, Mapping)]
@@ -44,6 +46,16 @@ def _last_user_message(value: Any, column: str) -> str:
     return content_text(content, "user") if isinstance(content, list) else _text(content, f"{column}[].content")
 
 
+def _answer(value: Any, column: str) -> str:
+    """The one answer of a column, which may be in a list."""
+    found = listed(value, column, str)
+    if not isinstance(found, list):
+        return _text(found, column)
+    if len(found) > 1:
+        raise Unusable("several answers")
+    return _text(found[0] if found else None, column)
+
+
 def _given(values: Mapping[str, Any], names: str) -> str | None:
     """The first column of `a|b|c` that is there and not null."""
     return next((name for name in names.split("|") if values.get(name) is not None), None)
@@ -52,16 +64,16 @@ def _given(values: Mapping[str, Any], names: str) -> str | None:
 def _read_dapo(values: Mapping[str, Any]) -> Published:
     text = _last_user_message(values["prompt"], "prompt")
     if values.get("solution") is not None:
-        return text, _text(values["solution"], "solution")
+        return text, _answer(values["solution"], "solution")
     model = values.get("reward_model")
     if model is not None and not (isinstance(model, Mapping) and "ground_truth" in model):
         raise ValueError("column 'reward_model' without 'ground_truth'")
-    return text, _text(model["ground_truth"] if model else None, "reward_model.ground_truth")
+    return text, _answer(model["ground_truth"] if model else None, "reward_model.ground_truth")
 
 
 def _read_openmath(values: Mapping[str, Any]) -> Published:
     text = _text(values["problem"], "problem")
-    answer = _text(values["expected_answer"], "expected_answer")
+    answer = _answer(values["expected_answer"], "expected_answer")
     kind = values.get("problem_type")
     # answers of the other kinds are majority votes of models, or the problem is a proof turned into a question
     if kind is not None and kind != "has_answer_extracted":
@@ -69,32 +81,25 @@ def _read_openmath(values: Mapping[str, Any]) -> Published:
     return text, answer
 
 
-_EULER_TEXT = "problem|question|description|content|prompt"
-_EULER_ANSWER = "answer|solution|expected_answer"
+def _columns(texts: str, answers: str) -> Callable[[Mapping[str, Any]], Published]:
+    """Reads the first column of each `a|b|c` that is there and not null."""
+
+    def read(values: Mapping[str, Any]) -> Published:
+        text, answer = (_given(values, names) or names.partition("|")[0] for names in (texts, answers))
+        return _last_user_message(values.get(text), text), _answer(values.get(answer), answer)
+
+    return read
 
 
-def _read_euler(values: Mapping[str, Any]) -> Published:
-    text, answer = _given(values, _EULER_TEXT) or "problem", _given(values, _EULER_ANSWER) or "answer"
-    return _last_user_message(values.get(text), text), _text(values.get(answer), answer)
-
-
-def _read_own(values: Mapping[str, Any]) -> Published:
-    solutions = values["solutions"]
-    if isinstance(solutions, list):
-        if len(solutions) > 1:
-            raise Unusable("several answers")
-        solutions = solutions[0] if solutions else None
-    return _last_user_message(values["prompt"], "prompt"), _text(solutions, "solutions")
-
-
+_EULER = ("problem|question|description|content|prompt", "answer|solution|expected_answer")
 _OPENMATH = HubName("nvidia/OpenMathReasoning", "default", "cot")
 SOURCES: dict[str, Source] = {
     source.name: source
     for source in (
         Source("dapo", ("prompt", "solution|reward_model"), _read_dapo, HubName("open-r1/DAPO-Math-17k-Processed", "en")),
         Source("openmathreasoning", ("problem", "expected_answer"), _read_openmath, _OPENMATH, ("problem_type",)),
-        Source("project-euler", (_EULER_TEXT, _EULER_ANSWER), _read_euler),
-        Source("problems", ("prompt", "solutions"), _read_own),
+        Source("project-euler", _EULER, _columns(*_EULER)),
+        Source("problems", ("prompt", "solutions"), _columns("prompt", "solutions")),
     )
 }
 

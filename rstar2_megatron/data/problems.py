@@ -13,6 +13,7 @@ import contextlib
 import functools
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -23,7 +24,7 @@ import numpy as np
 
 from rstar2_megatron.data.conversation import role_and_text
 from rstar2_megatron.data.json_text import BLANKS, CONTROL, exact_number, half_character, unreadable
-from rstar2_megatron.data.rows import DataError, Input, data_input
+from rstar2_megatron.data.rows import DataError, Input, check_media, data_input
 from rstar2_megatron.extension.choice import own_function
 from rstar2_megatron.extension.user_code import UserCode, UserCodeError
 from rstar2_megatron.settings.schema import DataSettings
@@ -33,7 +34,7 @@ from rstar2_megatron.trajectory import Problem
 _LIST = re.compile(r"\[\s*\{?\s*[\"'].*\]|\[?\s*array\(\s*\[.*\)\s*\]?|\[\s*\{\s*[\"'](?:role|content)[\"']\s*:.*", re.DOTALL)
 _STRING = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"", re.DOTALL)
 _IN_ANSWER = re.compile(CONTROL.pattern + r"|\t|\r(?!\n)")  # JSON's reading of \text and \rho
-_MEDIA = ("images", "videos", "audios")
+_LETTER = re.compile(r"\(?[A-Z]\)?|[0-9]")  # of a choice, or its number
 # Names that published sets use, the likeliest first; short answers before worked solutions.
 _PROMPTS = ("prompt", "question", "problem", "query", "instruction", "input")
 _ANSWERS = (
@@ -97,18 +98,13 @@ def read_problems(
 def _stems(inputs: Sequence[Input]) -> list[str]:
     """Short names of the inputs, with as many directories as tell them apart: `gsm8k-train` and `math-train`."""
     paths = [one.place.absolute() for one in inputs]
-    stems = [(*path.parts[1:-1], path.stem) for path in paths]
-    names = [(*path.parts[1:-1], path.name) for path in paths]  # of files that differ in their suffix
-
-    def name(number: int) -> str:
-        for parts in (stems, names):
-            for depth in range(1, len(parts[number]) + 1):
-                tail = parts[number][-depth:]
-                if sum(other[-depth:] == tail for other in parts) == 1:
-                    return "-".join(tail)
-        return str(inputs[number].hub or paths[number].name)
-
-    return list(map(name, range(len(inputs))))
+    tails = [  # the names with suffixes are of files that differ in these
+        [(*path.parts[1:-1], last)[-depth:] for last in (path.stem, path.name) for depth in range(1, len(path.parts))]
+        for path in paths
+    ]
+    count = Counter(tail for of_path in tails for tail in {*of_path})
+    alone = (next((tail for tail in of_path if count[tail] == 1), None) for of_path in tails)
+    return ["-".join(tail or (str(one.hub or one.place.name),)) for one, tail in zip(inputs, alone)]
 
 
 @functools.lru_cache(maxsize=8)  # the check before a run and the run itself read the same files
@@ -158,15 +154,11 @@ def _with_answer(row: dict[str, Any], columns: Columns) -> dict[str, Any]:
     truth = rule.get("ground_truth") if isinstance(rule, dict) else None
     if row.get(columns.answer) is not None or truth is None:
         return row
-    answers = truth if isinstance(truth, list) else [truth]
-    with contextlib.suppress(TypeError, ValueError, RecursionError):  # one answer, which became text as a list
-        match json.loads(truth):
-            case [str(answer)]:
-                answers = [answer]
-    if any(isinstance(answer, dict | list) for answer in answers):
+    answer = truth
+    if any(isinstance(one, dict | list) for one in (truth if isinstance(truth, list) else [truth])):
         with contextlib.suppress(TypeError, ValueError):  # what is no JSON is refused with the row's other columns
-            answers = [json.dumps(truth, ensure_ascii=False)]
-    return {**row, columns.answer: answers, "task": row.get("task") or row.get("data_source")}
+            answer = [json.dumps(truth, ensure_ascii=False)]
+    return {**row, columns.answer: answer, "task": row.get("task") or row.get("data_source")}
 
 
 def proposed_keys(row: Mapping[str, Any], columns: Columns = _DEFAULT) -> dict[str, str]:
@@ -186,30 +178,54 @@ def proposed_keys(row: Mapping[str, Any], columns: Columns = _DEFAULT) -> dict[s
 
 def problem_of(row: dict[str, Any], where: str, prompt_key: str, answer_key: str, default_id: str) -> Problem:
     """A row as training reads it. Raises DataError that begins with `where`."""
+    try:
+        return _problem(row, prompt_key, answer_key, default_id)
+    except ValueError as error:
+        raise DataError(f"{where}: {error}") from None
+
+
+def _problem(row: dict[str, Any], prompt_key: str, answer_key: str, default_id: str) -> Problem:
     known = {prompt_key, answer_key, "query_id", "task"}
     given = {key: value for key, value in row.items() if value is not None}
-    if media := next((key for key in _MEDIA if isinstance(row.get(key), list) and any(row[key])), ""):
-        raise DataError(f"{where}: the row has {media}, which no model here reads; leave out what asks about them by data.rows")
-    answers = _listed(row[answer_key], where, answer_key)
+    check_media(row)
+    answers = listed(row[answer_key], answer_key, str)
     solutions = list(answers) if isinstance(answers, list | tuple | np.ndarray) else [answers]
     extra = {key: value for key, value in row.items() if key not in known}
     try:
         text = json.dumps(extra, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise DataError(f"{where}: a column is no JSON ({error}); leave it out, or map it by data.rows") from None
+        raise ValueError(f"a column is no JSON ({error}); leave it out, or map it by data.rows") from None
     if fault := half_character(text):
-        raise DataError(f"{where}: the row has {fault}")
-    return Problem(
-        query_id=_text(given.get("query_id", default_id), where, "query_id"),
-        prompt=_messages(_listed(row[prompt_key], where, prompt_key), where, prompt_key),
-        solutions=[_text(answer, where, answer_key, "a non-empty list of answers, ") for answer in solutions or [[]]],
-        task=_text(given.get("task", "math"), where, "task"),
+        raise ValueError(f"the row has {fault}")
+    problem = Problem(
+        query_id=_text(given.get("query_id", default_id), "query_id"),
+        prompt=_messages(listed(row[prompt_key], prompt_key, str, dict), prompt_key),
+        solutions=[_text(answer, answer_key, "a non-empty list of answers, ") for answer in solutions or [[]]],
+        task=_text(given.get("task", "math"), "task"),
         extra=json.loads(text),  # as a file would have it, without classes of the user's
     )
+    _check_whole(problem, prompt_key)
+    return problem
 
 
-def _listed(value: Any, where: str, key: str) -> Any:
-    """The list of texts or messages that a text holds, as tables write it: '["4"]' in JSON, "['4']" in Python."""
+def _check_whole(problem: Problem, prompt_key: str) -> None:
+    """Raises ValueError where choices, of which the answer is a letter or a number, or Alpaca's input are not in the prompt."""
+    said = "".join(message["content"] for message in problem.prompt)
+    choices = ("options", "choices") if all(map(_LETTER.fullmatch, problem.solutions)) else ()
+    for key in (*choices, "input") if prompt_key == "instruction" else choices:
+        value = listed(problem.extra.get(key), key, str)
+        value = value.get("text", [*value.values()]) if isinstance(value, dict) else value
+        parts = value if isinstance(value, list) else [value] if isinstance(value, str) else []
+        texts = [re.sub(r"^\(?[A-Z][).:]", "", str(part)).strip() for part in parts if part]
+        if any(texts) and not any(text in said or text in problem.solutions for text in texts if text):
+            raise ValueError(f"{key!r} belongs to the problem and is not in {prompt_key!r}; put it there by data.rows")
+
+
+def listed(value: Any, key: str, *kinds: type) -> Any:
+    """The list with one of these kinds that a text holds, as tables write it: '["4"]' in JSON, "['4']" in Python.
+
+    Any other value is itself. Raises ValueError for a list that cannot be read.
+    """
     if not isinstance(value, str) or not _LIST.fullmatch(value.strip()):
         return value
     for parse in (json.loads, _literal):
@@ -217,11 +233,10 @@ def _listed(value: Any, where: str, key: str) -> Any:
             found = parse(value.strip())
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
-        listed = isinstance(found, list) and any(all(isinstance(part, kind) for part in found) for kind in (str, dict))
-        return found if listed else value
-    raise DataError(
-        f"{where}: {key!r} is a list that became text and cannot be read again exactly, got {value[:80]!r}; write the list "
-        "itself, as parquet or jsonl"
+        return found if isinstance(found, list) and any(isinstance(part, kinds) for part in found) else value
+    raise ValueError(
+        f"{key!r} is a list that became text and cannot be read again exactly, got {value[:80]!r}; write the list itself, as "
+        "parquet or jsonl"
     )
 
 
@@ -232,42 +247,42 @@ def _literal(text: str) -> Any:
     return ast.literal_eval(text)
 
 
-def _text(value: Any, where: str, key: str, expected: str = "") -> str:
+def _text(value: Any, key: str, expected: str = "") -> str:
     value = value.item() if isinstance(value, np.generic) else value
     value = str(value) if isinstance(value, Decimal) and value.is_finite() else value
     if not exact_number(value) and not (isinstance(value, str) and value.strip()):
-        raise DataError(f"{where}: {key!r} must be {expected}a text or an exact number, got {value!r}")
-    return _readable(str.__str__(value) if isinstance(value, str) else str(value), where, key, _IN_ANSWER)
+        raise ValueError(f"{key!r} must be {expected}a text or an exact number, got {value!r}")
+    return _readable(str.__str__(value) if isinstance(value, str) else str(value), key, _IN_ANSWER)
 
 
-def _readable(text: str, where: str, key: str, controls: re.Pattern[str] = CONTROL) -> str:
+def _readable(text: str, key: str, controls: re.Pattern[str] = CONTROL) -> str:
     if fault := unreadable(text.rstrip(BLANKS), controls):
-        raise DataError(f"{where}: {key!r} has {fault}")
+        raise ValueError(f"{key!r} has {fault}")
     return text
 
 
-def _messages(prompt: Any, where: str, key: str) -> list[dict[str, str]]:
+def _messages(prompt: Any, key: str) -> list[dict[str, str]]:
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not prompt:
-        raise DataError(f"{where}: {key!r} must be a string or a non-empty list of messages")
+        raise ValueError(f"{key!r} must be a string or a non-empty list of messages")
     messages = []
     for number, raw in enumerate(prompt, 1):
         try:
             role, text = role_and_text(raw)
         except ValueError as error:
-            raise DataError(f"{where}: message {number} of {key!r} {error}") from None
-        messages.append({"role": role, "content": _readable(str.__str__(text), where, key)})
+            raise ValueError(f"message {number} of {key!r} {error}") from None
+        messages.append({"role": role, "content": _readable(str.__str__(text), key)})
     if messages[-1]["role"] == "assistant":
-        raise DataError(
-            f"{where}: {key!r} ends with a message of the assistant, so the model would read an answer before its own; name "
+        raise ValueError(
+            f"{key!r} ends with a message of the assistant, so the model would read an answer before its own; name "
             "the column with the problem alone by data.prompt_key, or map it by data.rows"
         )
     said = [message["content"] for message in messages if message["role"] == "user"]
     if not said:
-        raise DataError(f"{where}: {key!r} has no user message")
+        raise ValueError(f"{key!r} has no user message")
     if not all(text.strip() for text in said):
-        raise DataError(f"{where}: {key!r} is empty; write the problem, or remove the row")
+        raise ValueError(f"{key!r} is empty; write the problem, or remove the row")
     return messages
 
 

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
-from rstar2_megatron.data.rows import DataError, Input, Row, Source, Unusable
+from rstar2_megatron.data.rows import Absent, DataError, Input, Row, Source, Unusable
 from rstar2_megatron.records.whole_file import write_json, write_jsonl
 
 SAVE_ROWS = 5000
@@ -31,6 +31,7 @@ class ResumablePass:
         self.partial = out / ".partial.jsonl"
         self._state_path = out / ".progress.json"
         self._configuration = json.loads(json.dumps(configuration))
+        self._made_out = not out.exists()
         out.mkdir(parents=True, exist_ok=True)
         state = self._load()
         self.resumed = bool(state)
@@ -55,7 +56,7 @@ class ResumablePass:
         sources: Mapping[str, Source],
         limit: int | None,
         counts_of: Callable[[Input], dict[str, Any]],
-        make: Callable[[str, Row], Mapping[str, Any] | None],
+        make: Callable[[str, Row], Mapping[str, Any]],
     ) -> None:
         """Accept what make(name of the source, row) returns for each remaining row, at most `limit` of each input.
 
@@ -68,21 +69,15 @@ class ResumablePass:
             rest = islice(rows, None if limit is None else max(0, limit - self.row))
             for row in tqdm(rest, source.label[-40:], limit, initial=self.row, unit="row", disable=None):
                 counts["in"] = counts.get("in", 0) + 1
-                why = ""
                 try:
-                    kept = make(source.name, row)
-                except DataError:
-                    if not self.row:
+                    self._file.write(json.dumps(make(source.name, row), ensure_ascii=False) + "\n")
+                except (DataError, Unusable) as error:
+                    if isinstance(error, DataError) and not self.row:
                         raise
-                    why = "without a column that the first row has"
-                except Unusable as error:
-                    why = str(error)
-                if why:
+                    why = str(error) if isinstance(error, Unusable) else "without a column that the first row has"
                     dropped = counts.setdefault("dropped", {})
                     dropped[why] = dropped.get(why, 0) + 1
                     counts.setdefault("first_dropped", {}).setdefault(why, row.where)
-                elif kept is not None:
-                    self._file.write(json.dumps(kept, ensure_ascii=False) + "\n")
                 self.row += 1
                 if self.row % SAVE_ROWS == 0:
                     self.save()
@@ -115,11 +110,14 @@ class ResumablePass:
         return self
 
     def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
-        """Remove the position when the results are written; keep it after a failure."""
+        """Keep the position of a pass that may be continued; of one that ended with its input refused nothing is left."""
         self._file.close()
-        if failure is None:
+        refused = failure is not None and issubclass(failure, DataError) and not issubclass(failure, Absent)
+        if failure is None or refused or not self._state_path.is_file():
             self._state_path.unlink(missing_ok=True)
             self.partial.unlink(missing_ok=True)
+            if failure is not None and self._made_out:
+                self.out.rmdir()
 
     def write_results(
         self, train: Iterable[Mapping[str, Any]], validation: Iterable[Mapping[str, Any]] | None, report: Mapping[str, Any]

@@ -25,6 +25,9 @@ HUB = "hf:"
 """Begins the name of a set on the hub: `hf:OWNER/NAME[:CONFIG][:SPLIT][@REVISION]`."""
 _BATCH_ROWS = 1024  # of parquet decoded at a time
 _PARQUET = b"PAR1"
+BESIDE = ("options", "choices", "image", "images")
+"""Columns without which a problem may not be whole."""
+_MEDIA = re.compile(r"(?:image|video|audio)s?(?:_\d+)?")
 _UNREAD = (".gz", ".bz2", ".xz", ".zst", ".zip", ".arrow", ".feather", ".xlsx", ".pkl")
 """Kinds of data that are not read, and so not passed over beside what is."""
 _OF_CONVERSATIONS = ("messages", "tools")
@@ -52,6 +55,14 @@ class Absent(DataError):
 
 class Unusable(ValueError):
     """A well-formed row that cannot be trained on; a report counts the message as the reason."""
+
+
+def check_media(values: Mapping[str, Any]) -> None:
+    """Raises Unusable for a row with pictures and the like."""
+    for name, value in values.items():
+        there = any(value) if isinstance(value, list) else isinstance(value, str | bytes | dict) and value
+        if there and _MEDIA.fullmatch(name):
+            raise Unusable(f"the row has {name}, which no model here reads; leave out what asks about them")
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,25 +188,24 @@ def _table_rows(path: Path) -> Iterator[Row]:
         raise DataError(f"{path}:{lines.reader.line_num}: not a row of a table ({error}); write the rows as jsonl") from None
 
 
+def _parsed(text: str, path: Path, line: int) -> Any:
+    """The JSON of a text that begins in this line."""
+    try:
+        return load_json(text)
+    except (ValueError, RecursionError) as error:
+        what, remedy = json_fault(error, unit="column")
+        raise DataError(f"{path}:{line + getattr(error, 'lineno', 1) - 1}: not JSON ({what}); {remedy}") from None
+
+
 def _jsonl_rows(path: Path) -> Iterator[Row]:
     for number, line in _text_lines(path):
         if line.strip():
-            try:
-                value = load_json(line)
-            except (ValueError, RecursionError) as error:
-                what, remedy = json_fault(error, unit="column")
-                raise DataError(f"{path}:{number}: not JSON ({what}); {remedy}") from None
-            yield _row(f"{path}:{number}", value)
+            yield _row(f"{path}:{number}", _parsed(line.rstrip("\r\n"), path, number))
 
 
 def _json_rows(path: Path) -> Iterator[Row]:
     """A JSON array of objects, as some data sets are published."""
-    try:
-        values = load_json("".join(line for _, line in _text_lines(path)))
-    except (ValueError, RecursionError) as error:
-        what, remedy = json_fault(error, unit="column")
-        raise DataError(f"{path}:{getattr(error, 'lineno', 1)}: not JSON ({what}); {remedy}") from None
-    for number, value in enumerate(values, 1):
+    for number, value in enumerate(_parsed("".join(line for _, line in _text_lines(path)), path, 1), 1):
         yield _row(f"{path} row {number}", value)
 
 
@@ -302,9 +312,9 @@ def hub_rows(name: HubName, *, columns: Sequence[str] | None = None, skip: int =
     except DataError:
         raise
     except (OSError, ValueError, LookupError, RuntimeError, ImportError) as error:  # the hub's errors are of many types
-        source, remedy = ("by datasets", "") if here else ("from the hub", "; download it and give its files instead")
+        source, remedy = ("by datasets", "name its files") if here else ("from the hub", "download it and give its files")
         kind = DataError if here else Absent
-        raise kind(f"{name}: cannot be read {source} ({type(error).__name__}: {str(error)[:300]}){remedy}") from error
+        raise kind(f"{name}: cannot be read {source} ({type(error).__name__}: {str(error)[:300]}); {remedy}") from error
 
 
 def _check_files(name: HubName, by_split: Mapping[str, Sequence[Any]]) -> None:
@@ -319,6 +329,8 @@ def _check_files(name: HubName, by_split: Mapping[str, Sequence[Any]]) -> None:
     if not read or name.config or (card.is_file() and "configs:" in card.read_text(encoding="utf-8", errors="replace")):
         return  # which files belong together is written down
     kinds = {file.suffix.lower() for file in read}
+    if odd := sorted(file.name for file in read if file.suffix.lower() not in (*SUFFIXES, ".ndjson")):  # train.jsonl.bak
+        raise DataError(f"{directory}: datasets reads {odd[0]} too; move it out, or name the files one by one")
     for file in map(Path.resolve, data_files(directory)):
         about = file.suffix.lower() == ".json" and ".json" not in kinds  # report.json, dataset_infos.json
         if file not in read and not about:
@@ -384,11 +396,11 @@ class Source:
     optional: tuple[str, ...] = ()
     """Further columns that are read."""
     unreadable: str = ""
-    """The reason in place of the error's text, which may be another for each row."""
+    """The reason in place of the error's text up to the value, which may be another for each row."""
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return (*(name for names in self.needs for name in names.split("|")), *self.optional)
+        return (*(name for names in self.needs for name in names.split("|")), *self.optional, *BESIDE)
 
     def parse(self, row: Row) -> Any:
         """What `read` makes of a row. Raises Unusable, or DataError naming file, row and the columns that are missing."""
@@ -399,11 +411,12 @@ class Source:
                     f"{', '.join(sorted(row.values)) or 'nothing'}"
                 )
         try:
+            check_media(row.values)
             return self.read(row.values)
         except Unusable:
             raise
         except ValueError as error:
-            raise Unusable(self.unreadable or str(error)) from error
+            raise Unusable(self.unreadable or str(error).partition(", got ")[0]) from error
 
 
 def inputs_of(word: str, sources: Mapping[str, Source]) -> list[Input]:

@@ -5,7 +5,7 @@
 
 Writes train.jsonl and validation.jsonl with `messages` (JSON tool calls), `tools` and `source`, and report.json. The
 mixture has 165 K function-calling and code, 30 K instruction and 27 K chat conversations (`--scale 0.1`: a tenth of
-each; `--count glaive=2000`: another number). SFT trains assistant turns only.
+each; `--count glaive=2000`: another number). Until the end all usable conversations lie in --out: a few GB of whole sets.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import heapq
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,55 +44,27 @@ def sampling_key(conversation: Mapping[str, Any], seed: int) -> int:
     return int.from_bytes(hashlib.blake2b(json.dumps([seed, said]).encode(), digest_size=12).digest())
 
 
-@dataclass(slots=True)
-class Selection:
-    """The conversations of each source with the smallest sampling keys: a uniform sample of fixed size in one pass."""
-
-    counts: Mapping[str, int]
-    _heaps: dict[str, list[int]] = field(default_factory=dict)
-    """The keys as negative numbers: the largest key is the first."""
-    seen: set[int] = field(default_factory=set)
-    """Sampling keys of all conversations of any source that `offer` has accepted."""
-
-    def offer(self, source: str, key: int) -> bool:
-        """True when the conversation is among the smallest so far."""
-        heap = self._heaps.setdefault(source, [])
-        if len(heap) < self.counts[source]:
-            heapq.heappush(heap, -key)
-            return True
-        return bool(heap) and heapq.heappushpop(heap, -key) != -key
-
-    def chosen(self) -> set[tuple[str, int]]:
-        return {(source, -key) for source, heap in self._heaps.items() for key in heap}
-
-
 def process(inputs: Sequence[Input], out: Path, options: Options) -> dict[str, Any]:
     """Run or continue the pass; returns the report, which is also written. Raises DataError."""
     configuration = {"inputs": [[asdict(source), source.state] for source in inputs], "options": asdict(options)}
-    selection = Selection(options.counts)
     with ResumablePass(out, configuration) as state:
-        for row in state.accepted():
-            key = sampling_key(row, options.seed)
-            selection.offer(row["source"], key)
-            selection.seen.add(key)
+        keys = {sampling_key(row, options.seed): row["source"] for row in state.accepted()}
         for source in inputs:
             state.counters.setdefault(source.name, {"in": 0, "usable": 0, "dropped": {}})
 
-        def make(name: str, row: Row) -> dict[str, Any] | None:
+        def make(name: str, row: Row) -> dict[str, Any]:
             conversation = SFT_SOURCES[name].parse(row)
             if sum(map(len, _texts(conversation))) > options.max_chars:
                 raise Unusable("too long")
             key = sampling_key(conversation, options.seed)
-            if key in selection.seen:
+            if key in keys:
                 raise Unusable("duplicate")
+            keys[key] = name
             state.counters[name]["usable"] += 1
-            if not selection.offer(name, key):
-                return None
-            selection.seen.add(key)
             return conversation
 
         state.keep(inputs, SFT_SOURCES, options.limit, lambda source: state.counters[source.name], make)
-        return _write_results(state, selection, options)
+        return _write_results(state, keys, options)
 
 
 def _texts(conversation: Mapping[str, Any]) -> Iterator[str]:
@@ -104,18 +76,19 @@ def _texts(conversation: Mapping[str, Any]) -> Iterator[str]:
         yield json.dumps(tool, ensure_ascii=False)
 
 
-def _write_results(state: ResumablePass, selection: Selection, options: Options) -> dict[str, Any]:
-    chosen = selection.chosen()
+def _write_results(state: ResumablePass, keys: Mapping[int, str], options: Options) -> dict[str, Any]:
+    """Of each source those with the smallest sampling keys: a uniform sample, which does not depend on the order of rows."""
+    of_source = {name: [key for key, source in keys.items() if source == name] for name in state.counters}
+    chosen = sorted(key for name in of_source for key in heapq.nsmallest(options.counts[name], of_source[name]))
     if len(chosen) <= options.validation:
         raise DataError(
             f"{len(chosen)} conversations are left, --validation {options.validation} takes them all; dropped: "
             + "; ".join(f"{name}: {c['dropped']}, first {c.get('first_dropped', {})}" for name, c in state.counters.items())
         )
     # The order mixes sources and depends on the seed only; the first conversations are held out.
-    order = sorted(chosen, key=lambda item: item[1])
-    held_out = set(order[: options.validation])
-    rows = {key: row for row in state.accepted() if (key := (row["source"], sampling_key(row, options.seed))) in chosen}
-    taken = Counter(source for source, _ in chosen)
+    wanted = set(chosen)
+    rows = {key: row for row in state.accepted() if (key := sampling_key(row, options.seed)) in wanted}
+    taken = Counter(keys[key] for key in chosen)
     report = {
         "rows_in": sum(counts["in"] for counts in state.counters.values()),
         "sources": {
@@ -123,9 +96,8 @@ def _write_results(state: ResumablePass, selection: Selection, options: Options)
         },
         "options": asdict(options),
     }
-    train = (rows[key] for key in order if key not in held_out)
-    validation = (rows[key] for key in order if key in held_out) if held_out else None
-    return state.write_results(train, validation, report)
+    validation = [rows[key] for key in chosen[: options.validation]]
+    return state.write_results((rows[key] for key in chosen[options.validation :]), validation or None, report)
 
 
 def render_report(report: Mapping[str, Any]) -> str:
@@ -139,7 +111,7 @@ def render_report(report: Mapping[str, Any]) -> str:
 
 
 def _parse_counts(words: Sequence[str], scale: float) -> dict[str, int]:
-    if not scale > 0:
+    if not 0 < scale < float("inf"):
         raise DataError(f"--scale {scale:g}: give a number above 0")
     counts = {name: max(1, round(source.count * scale)) for name, source in SFT_SOURCES.items()}
     for word in words:

@@ -16,14 +16,14 @@ tool), `content`, and an assistant's may have `tool_calls`: [{"name": ..., "argu
 from __future__ import annotations
 
 import ast
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rstar2_megatron.data.call_arguments import is_call_as_text
 from rstar2_megatron.data.conversation import call_fault, read_message, read_tools, rendered_tools, role_and_text
-from rstar2_megatron.data.json_text import BLANKS
+from rstar2_megatron.data.json_text import BLANKS, load_json
 from rstar2_megatron.data.rows import HubName, Row, Source, Unusable
 from rstar2_megatron.data.tool_text import json_call, json_values, python_calls, tool_schema
 from rstar2_megatron.tools import STANDARD_IO, TOOL_SCHEMAS
@@ -41,7 +41,7 @@ class SFTSource(Source):
         """A conversation. Raises Unusable with a reason, or DataError for a row of another shape."""
         try:
             messages, tools = Source.parse(self, row)
-        except (TypeError, KeyError, AttributeError, IndexError) as error:
+        except (TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
             raise Unusable(f"not as {self.name} writes its rows ({type(error).__name__}: {error})") from error
         check_conversation(messages, tools)
         return {"messages": messages, "tools": tools, "source": self.name}
@@ -57,14 +57,17 @@ def check_conversation(messages: list[Message], tools: list[dict[str, Any]]) -> 
     roles = [message.role for message in read]
     if "user" not in roles or roles[-1] != "assistant":
         raise Unusable("does not end with the assistant")
+    called, names = False, [tool["function"]["name"] for tool in tools]
     for previous, message in zip(["", *roles], read):
         if message.role == "system" and previous:
             raise Unusable("system message in the middle")
         if message.role == previous == "assistant":
             raise Unusable("two assistant turns in a row")
-        if message.role == "assistant" and "<tool_call>" in message.content:
+        if message.role == "assistant" and ("<tool_call>" in message.content or is_call_as_text(message.content, names)):
             raise Unusable("a call in the text of an assistant turn")
-        if message.role == "tool" and previous not in ("assistant", "tool"):
+        if message.role != "tool":
+            called = bool(message.calls)
+        elif not called:
             raise Unusable("tool response without a call")
         for fault, _ in (call_fault(call.name, call.arguments, tools) for call in message.calls):
             if fault:
@@ -84,13 +87,17 @@ def _plain(message: Any) -> Message:
     return {"role": role, "content": text.strip(BLANKS)}
 
 
+_TIME = re.compile(r"(?:The current (?:time|date) is|Today is)\b(?:[^.\n]|\.\d)*")
+
+
 def _read_toolace(values: Mapping[str, Any]) -> tuple[list[Message], list[dict[str, Any]]]:
     functions = next((v for v in json_values(values["system"]) if isinstance(v, list) and v), [])
-    tools = [tool_schema(function) for function in functions if isinstance(function, dict)]
-    messages: list[Message] = []
+    tools = list(map(tool_schema, functions))
+    # Of the instructions only the time is not the set's own, and calls take their dates from it.
+    messages = [_message("system", found[0]) for found in _TIME.finditer(values["system"].partition("[{")[0])]
     for turn in values["conversations"]:
         role, text = turn["from"], turn["value"]
-        if role == "assistant" and tools and re.match(r"\[\s*[^\s\[{(\"'][^(\[\]{]*\(", text.strip()):
+        if role == "assistant" and re.match(r"\[\s*[^\s\[{(\"'][^(\[\]{]*\(", text.strip()):
             messages.append({"role": "assistant", "content": "", "tool_calls": python_calls(text)})
         else:
             messages.append(_message(role, text))
@@ -101,8 +108,8 @@ _SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool", "system
 
 
 def _read_apigen(values: Mapping[str, Any]) -> tuple[list[Message], list[dict[str, Any]]]:
-    described = values["tools"]
-    tools = [tool_schema(f) for f in (json.loads(described) if isinstance(described, str) else described)]
+    given = values["tools"]
+    tools = [tool_schema(f) for f in (load_json(given) if isinstance(given, str) else given)]
     system = values.get("system")
     messages = [_message("system", system)] if system else []
     for turn in values["conversations"]:
@@ -113,15 +120,17 @@ def _read_apigen(values: Mapping[str, Any]) -> tuple[list[Message], list[dict[st
     return messages, tools
 
 
-_GLAIVE_TURN = re.compile(r"(?:^|\n)\s*(USER|ASSISTANT|FUNCTION RESPONSE):[ \t]*")
+_GLAIVE_TURN = re.compile(r"^[ \t]*+(USER|ASSISTANT|FUNCTION RESPONSE):[ \t]*", re.MULTILINE)
+_GLAIVE_OWN = re.compile(r"SYSTEM:|You are a helpful assistant,? with (no )?access to [\w ]+\.( Use them if required -)?")
 _GLAIVE_ROLE = {"USER": "user", "ASSISTANT": "assistant", "FUNCTION RESPONSE": "tool"}
 
 
 def _read_glaive(values: Mapping[str, Any]) -> tuple[list[Message], list[dict[str, Any]]]:
     tools = [tool_schema(v) for v in json_values(values["system"]) if isinstance(v, dict) and "name" in v]
-    parts = _GLAIVE_TURN.split(values["chat"].replace("<|endoftext|>", ""))
-    messages: list[Message] = []
-    for speaker, text in zip(parts[1::2], parts[2::2], strict=True):
+    before, *parts = _GLAIVE_TURN.split(values["chat"].replace("<|endoftext|>", ""))
+    system = (_GLAIVE_OWN.sub("", values["system"].partition("{")[0]) + before).strip()
+    messages = [_message("system", system)] if system else []
+    for speaker, text in zip(parts[::2], parts[1::2], strict=True):
         message = _message(_GLAIVE_ROLE[speaker], text)
         if message["role"] == "assistant" and "<functioncall>" in message["content"]:
             content, _, call = message["content"].partition("<functioncall>")
@@ -171,8 +180,8 @@ def _read_nemotron(values: Mapping[str, Any]) -> tuple[list[Message], list[dict[
     output = re.sub(r"\A\s*<think>.*?</think>\s*", "", values["output"], flags=re.DOTALL)
     if "<think>" in output:
         raise Unusable("a reasoning answer")
-    system = values.get("system_prompt") or ""
-    if system and "detailed thinking" not in system and messages[0]["role"] != "system":
+    # Of the system text the switch of reasoning is the set's own. A second system text makes the row unusable.
+    if system := re.sub(r"\bdetailed thinking (?:on|off)\b\.?", "", values.get("system_prompt") or "").strip():
         messages.insert(0, _message("system", system))
     return [*messages, _message("assistant", output)], []
 

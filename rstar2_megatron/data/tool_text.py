@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rstar2_megatron.data.conversation import described, read_call
+from rstar2_megatron.data.json_text import DECODER, load_json
 
 Call = dict[str, Any]
 # A quote opens a string behind one of these only: an apostrophe inside a name does not.
@@ -29,12 +30,10 @@ _TYPES = {name: kind for kind, names in _NAMES_OF_TYPES.items() for name in name
 def python_calls(text: str) -> list[Call]:
     """Calls of `[name(key=value, ...), ...]`. Raises ValueError for anything else."""
     text = text.strip()
-    if not (text.startswith("[") and text.endswith("]")):
+    parts = _split(text[1:-1]) if text.startswith("[") and text.endswith("]") else []
+    if not parts:
         raise ValueError("not a list of calls")
-    calls = [_python_call(part) for part in _split(text[1:-1])]
-    if not calls:
-        raise ValueError("an empty list of calls")
-    return calls
+    return list(map(_python_call, parts))
 
 
 def _python_call(text: str) -> Call:
@@ -46,7 +45,9 @@ def _python_call(text: str) -> Call:
         key, equals, value = part.partition("=")
         if not equals or not key.strip():
             raise ValueError(f"not key=value: {part[:60]!r}")
-        arguments[key.strip().strip("'\"")] = _value(value.strip())
+        if (key := key.strip().strip("'\"")) in arguments:
+            raise ValueError(f"the argument {key!r} stands twice")
+        arguments[key] = _value(value.strip())
     return {"name": name.strip(), "arguments": arguments}
 
 
@@ -54,8 +55,8 @@ def _value(text: str) -> Any:
     if text.lower() in _CONSTANTS:
         return _CONSTANTS[text.lower()]
     try:
-        return json.loads(text)
-    except ValueError:
+        return load_json(text)
+    except json.JSONDecodeError:
         pass
     try:
         value = ast.literal_eval(text)
@@ -88,8 +89,8 @@ def _split(text: str) -> list[str]:
 def json_call(text: str) -> Call:
     """A call written as JSON, with arguments as an object or as text that holds one. Raises ValueError."""
     try:
-        call = json.loads(text)
-    except ValueError:
+        call = load_json(text)
+    except json.JSONDecodeError:
         # Glaive: {"name": "f", "arguments": '{"a": "it\'s"}'}
         match = re.fullmatch(r"""\{\s*"name"\s*:\s*("[^"]*")\s*,\s*"arguments"\s*:\s*'(.*)'\s*\}""", text.strip(), re.DOTALL)
         if match is None:
@@ -102,13 +103,14 @@ def json_call(text: str) -> Call:
 
 
 def json_values(text: str) -> Iterator[Any]:
-    """Every JSON object or array in a text, in order; other text between them is skipped."""
-    decoder = json.JSONDecoder()
+    """Every JSON object or array in a text, in order, without what is between them. Raises ValueError at a broken object."""
     position = 0
     while (found := re.compile(r"[\[{]").search(text, position)) is not None:
         try:
-            value, position = decoder.raw_decode(text, found.start())
+            value, position = DECODER.raw_decode(text, found.start())
         except ValueError:
+            if found[0] == "{":  # a function would be lost, or a part of it taken for one
+                raise
             position = found.start() + 1
             continue
         yield value

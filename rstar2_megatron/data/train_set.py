@@ -24,7 +24,7 @@ from rstar2_megatron.data.decontaminate import NGramIndex
 from rstar2_megatron.data.math_sources import SOURCES, problem_text
 from rstar2_megatron.data.problems import problem_of
 from rstar2_megatron.data.resumable import ResumablePass
-from rstar2_megatron.data.rows import DataError, Input, Row, Unusable, file_rows, find_files, inputs_of
+from rstar2_megatron.data.rows import BESIDE, DataError, Input, Row, Unusable, file_rows, find_files, inputs_of
 
 DEFAULT_MAX_DIGITS = 18
 CONFIGS = ("all", "en", "cn")  # of DAPO on the hub
@@ -92,8 +92,9 @@ class Cleaner:
             raise Unusable("contaminated")
         prompt = [{"role": "user", "content": text}]
         kept = {"prompt": prompt, "solutions": [integer], "query_id": f"{name}-{key}", "task": name}
+        whole = kept | {name: row.values.get(name) for name in BESIDE}
         try:
-            problem_of(kept, "not read in training", "prompt", "solutions", key)
+            problem_of(whole, "not read in training", "prompt", "solutions", key)
         except DataError as error:
             raise Unusable(str(error)) from None
         self.answers[key] = integer
@@ -209,6 +210,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _make(arguments: argparse.Namespace) -> dict[str, Any]:
     inputs = [i for word in arguments.source for i in parse_source(word, arguments.config, arguments.split)]
+    for key, name in (("config", "dapo"), ("split", "openmathreasoning")):
+        if getattr(arguments, key) is not None and name not in arguments.source:
+            raise DataError(f"--{key} is of {name} on the hub; give --source {name} beside it, or leave it out")
+    if arguments.boilerplate < 0 or arguments.boilerplate == 1:  # every n-gram would be one
+        raise DataError(f"--boilerplate must be 0 or at least 2, got {arguments.boilerplate}")
     options = Options(**{field.name: getattr(arguments, field.name) for field in fields(Options)})
     return process(inputs, arguments.out, options, decontaminate=arguments.decontaminate)
 

@@ -44,7 +44,7 @@ _LETTERS = "ABCD"
 
 
 def _multiple_choice(row: Mapping[str, Any], seed: int) -> Row:
-    """The four answers in an order that depends on the seed and the question only; the solution is a letter."""
+    """The four answers in an order that depends on the seed and the question only; a solution is a letter of the right text."""
     question = str(row["Question"]).strip(BLANKS)
     choices = [str(row[column]).strip(BLANKS) for column in _CHOICES]
     order = list(range(len(choices)))
@@ -52,7 +52,7 @@ def _multiple_choice(row: Mapping[str, Any], seed: int) -> Row:
     lines = "\n".join(f"({letter}) {choices[i]}" for letter, i in zip(_LETTERS, order))
     return {
         "prompt": f"{question}\n\n{lines}\n\nOne of the four is right. Answer with its letter.",
-        "solutions": [_LETTERS[order.index(0)]],
+        "solutions": [letter for letter, i in zip(_LETTERS, order) if choices[i] == choices[0]],
     }
 
 

@@ -72,7 +72,7 @@ def settle_counts(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command until a signal. Returns 0 after a clean stop, 1 after an error, which is printed in one line."""
+    """Run a command until a signal. Returns 0 after a clean stop, 2 for wrong options, 1 after another error."""
     arguments = command_line().parse_args(argv)
     form = "judge %(levelname)s %(name)s: %(message)s"
     logging.basicConfig(level=arguments.log_level.upper(), stream=sys.stderr, format=form)
@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
         asyncio.run(runners[arguments.command](arguments, limits))
     except (ValueError, RuntimeError) as error:
         print(f"judge: error: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ValueError) else 1
     return 0
 
 

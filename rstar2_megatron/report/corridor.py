@@ -79,7 +79,7 @@ def make_corridor(runs: Sequence[str], words: Sequence[str], width: float) -> Co
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0, or 1 for runs that make no corridor."""
+    """Returns 0, or 2 for runs that make no corridor."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", metavar="RUN")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE")
@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         corridor = make_corridor(arguments.runs, arguments.metrics or METRICS, arguments.width)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     write_json(arguments.out, json.loads(corridor.model_dump_json()))
     print(f"wrote {arguments.out}: {len(corridor.metrics)} metrics of {len(corridor.runs)} seeds")

@@ -51,29 +51,30 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0, or 1 when a named log gave nothing, runs were named wrongly, or --strict found a fault."""
+    """Returns 0; 1 when one of the named logs gave nothing; 2 when none did, runs were named wrongly, or by --strict."""
     parser = _parser()
     arguments = parser.parse_args(argv)
     if not (arguments.runs or arguments.verl or arguments.arm):
         parser.error("name at least one run")
     if arguments.last < 1:
         parser.error(f"--last {arguments.last}: give at least 1")
-    if len(arguments.runs) == 1 and not (arguments.verl or arguments.arm):
-        directory = Path(arguments.runs[0])
-        if (directory / "metrics.jsonl").is_file():
-            if arguments.paired:
-                parser.error("--paired compares runs of equal seeds, and one run is named: name the runs of another arm too")
-            if all(getattr(arguments, name) == parser.get_default(name) for name in _OF_A_COMPARISON):
-                return _one_run(directory, arguments.out)
+    one = Path(arguments.runs[0]) if len(arguments.runs) == 1 and not (arguments.verl or arguments.arm) else None
+    one = one if one and (one / "metrics.jsonl").is_file() else None
+    if one and arguments.paired:
+        parser.error("--paired compares runs of equal seeds, and one run is named: name the runs of another arm too")
     try:
+        if one and all(getattr(arguments, name) == parser.get_default(name) for name in _OF_A_COMPARISON):
+            target = draw_run(one, None if arguments.out is None else arguments.out / "curves.png")
+            print(f"{render_table(one)}\nwrote {target}")
+            return 0
         comparison = _compare(arguments)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2
     for fault in comparison.faults:
         print(f"{'error' if arguments.strict else 'warning'}: {fault}", file=sys.stderr)
     if comparison.faults and arguments.strict:
-        return 1
+        return 2
     first = comparison.arms[0].logs[0].path
     out = arguments.out or (first if first.is_dir() else first.parent)
     try:
@@ -122,17 +123,6 @@ def _compare(arguments: argparse.Namespace) -> RunComparison:
         if not arm.clock(arguments.x):
             raise ValueError(f"{arm.label} does not log what --x {arguments.x} needs; --x step always works")
     return RunComparison(with_curves, panels, arguments.x, arguments.last, arguments.levels, empty, arguments.paired)
-
-
-def _one_run(directory: Path, out: Path | None) -> int:
-    try:
-        target = draw_run(directory, None if out is None else out / "curves.png")
-        print(render_table(directory))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(f"wrote {target}")
-    return 0
 
 
 if __name__ == "__main__":

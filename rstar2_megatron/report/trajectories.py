@@ -22,6 +22,7 @@ from typing import Any
 
 import yaml
 
+from rstar2_megatron.records.disk import reason_of
 from rstar2_megatron.records.trajectory_row import FLOATS, INTS, unpack
 from rstar2_megatron.records.whole_file import write_text
 from rstar2_megatron.report.trees import find_trees, tool_call, tree_groups
@@ -258,7 +259,7 @@ def select_steps(entries: Sequence[RowPlace], steps: str | None) -> list[RowPlac
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0, or 1 when there is nothing to show."""
+    """Returns 0; 2 when there is nothing to show; 1 when the page cannot be written."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, metavar="RUN")
     parser.add_argument("--out", type=Path, help="default: trajectories.html beside the trajectories")
@@ -268,7 +269,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = arguments.run / "trajectories.jsonl" if arguments.run.is_dir() else arguments.run
     directory = path.parent
     max_bytes = int(arguments.max_mb * 1e6)
+    out = arguments.out or directory / "trajectories.html"
     try:
+        if out.is_dir():
+            raise ValueError(f"--out {out} is a directory; name a file")
         if arguments.run.is_dir() and not path.is_file() and (trees := find_trees(directory)):
             page = build_tree_page(trees, max_bytes=max_bytes)
         else:
@@ -276,18 +280,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             entries = select_steps(entries, arguments.steps)
             page = build_page(path, entries, find_tokenizer(directory), max_bytes=max_bytes)
             page.messages = messages + page.messages
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    out = arguments.out or directory / "trajectories.html"
-    try:
-        if out.is_dir():
-            raise IsADirectoryError("it is a directory; name a file")
         out.parent.mkdir(parents=True, exist_ok=True)
         write_text(out, render(page, directory.resolve().name))
     except (OSError, ValueError) as error:
-        print(f"error: --out {out} cannot be written: {error}", file=sys.stderr)
-        return 1
+        print(f"error: {reason_of(error, out, '--out')}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
     for message in page.messages:
         print(f"note: {message}", file=sys.stderr)
     print(f"wrote {out}: {len(page.groups)} groups, {out.stat().st_size / 1e6:.1f} MB")

@@ -12,6 +12,7 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _MARKED = re.compile(r"(?:^|\n)####(?!#) *([^\n]+?)\s*\Z")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 _MOST_WORDS = 20  # of an answer
+_NONE = ("proof", "notfound")  # written by NuminaMath in place of one
 _ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
 
@@ -52,11 +53,11 @@ def final_answer(solution: str) -> str:
 
 def worked_note(problems: Sequence[Problem], *, more_than: float = 0.0) -> str:
     """What to do about solutions that are whole texts, which no answer equals; "" where not `more_than` this share is."""
-    worked = [p for p in problems if all(len(_WORD.findall(final_answer(text))) > _MOST_WORDS for text in p.solutions)]
+    worked = [p for p in problems if all(t in _NONE or len(_WORD.findall(final_answer(t))) > _MOST_WORDS for t in p.solutions)]
     if len(worked) <= more_than * len(problems):
         return ""
     return (
-        f"{len(worked)} of {len(problems)} problems have worked solutions, which no answer equals, the first is "
+        f"{len(worked)} of {len(problems)} problems have worked solutions or none, which no answer equals, the first is "
         f"{worked[0].query_id}; name another column by data.answer_key, or take the answers out by data.rows=my_data.py:row "
         "(docs/extend.md)"
     )

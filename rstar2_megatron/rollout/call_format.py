@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rstar2_megatron.data.json_text import json_type
+from rstar2_megatron.data.json_text import DECODER, json_type
 from rstar2_megatron.rollout.tool_call import (
     CLOSE,
     OPEN,
@@ -99,7 +99,7 @@ def _typed(text: str, spec: dict[str, Any]) -> Any:
     if kinds == {"string"}:
         return text
     try:
-        value = json.loads(text)
+        value = DECODER.decode(text)
     except (ValueError, RecursionError):
         value = _WRITTEN_VALUES.get(text.strip(), text)
     fits = kinds & {json_type(value), "integer" if type(value) is int else ""}
@@ -185,7 +185,7 @@ def _json_at(text: str, position: int) -> tuple[Any, int]:
     """The JSON value behind white space and where it ends; a ParsedCall when there is none."""
     start = position + len(text[position:]) - len(text[position:].lstrip())
     try:
-        return json.JSONDecoder().raw_decode(text, start)
+        return DECODER.raw_decode(text, start)
     except (ValueError, RecursionError) as error:
         cut = isinstance(error, json.JSONDecodeError) and (
             error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string")
@@ -243,6 +243,9 @@ def _python_call(node: ast.expr, schemas: Sequence[ToolSchema]) -> ParsedCall:
     if node.args or any(one.arg is None for one in node.keywords):
         return refused(CallStatus.BAD_ARGUMENTS, f"Write every argument of {quote(name)} as key=value.", name)
     for one in node.keywords:
+        if one.arg in arguments:
+            message = f'Tool call gives the argument "{one.arg}" twice; write each once.'
+            return refused(CallStatus.BAD_ARGUMENTS, message, name)
         try:
             value = ast.literal_eval(one.value)
         except (ValueError, TypeError, RecursionError, MemoryError):

@@ -6,7 +6,6 @@ raises. A call that cannot be run carries a message that tells the model what to
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from rstar2_megatron.data.call_arguments import argument_fault
-from rstar2_megatron.data.json_text import json_fault, json_type
+from rstar2_megatron.data.json_text import DECODER, json_fault, json_type
 from rstar2_megatron.tools import ToolSchema, tool_name
 
 OPEN = "<tool_call>"
@@ -92,7 +91,7 @@ def _parse_one(text: str, start: int, close: int, schemas: Sequence[ToolSchema])
         start += 1
     try:
         # decode from the front: code inside the JSON string may contain the closing tag
-        body, end = json.JSONDecoder().raw_decode(text, start)
+        body, end = DECODER.raw_decode(text, start)
     except (ValueError, RecursionError) as error:
         if close < 0:
             return unclosed(CLOSE), 0

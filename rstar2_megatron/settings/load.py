@@ -19,9 +19,9 @@ from typing import Any, get_args
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
 from rstar2_megatron.extension.user_code import FOLDERS
@@ -235,16 +235,10 @@ def _compose(directory: Path, name: str, overrides: Sequence[str]) -> dict[str, 
     try:
         with initialize_config_dir(config_dir=str(directory), version_base="1.3"):
             composed = compose(config_name=name, overrides=words)
-        data = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+        data: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
         placement = yaml.safe_load(placements[-1].lstrip("+").removeprefix(_PLACEMENT)) if placements else None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{name}.yaml or one of its defaults is no UTF-8 text ({error}); save it as UTF-8") from None
-    except RecursionError:
-        raise ConfigError(f"{name}.yaml: its defaults name each other, or it is nested too deeply") from None
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(_compose_message(name, error)) from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"{directory / name}.yaml does not hold a mapping")
     composed_data = {str(key): value for key, value in data.items() if key != "hydra"}
     if placements:
         rlinf_keys.put(composed_data, "cluster.component_placement", placement)
@@ -252,21 +246,37 @@ def _compose(directory: Path, name: str, overrides: Sequence[str]) -> dict[str, 
 
 
 def _compose_message(name: str, error: Exception) -> str:
+    """In the user's words: those of Hydra and OmegaConf name their own classes, and no remedy."""
     said = str(error) or str(error.__cause__ or error.__context__ or repr(error))  # Hydra's own may be empty
-    text = " ".join(said.split()).replace("'++", "'").split(" See https://hydra.cc")[0]
-    key = getattr(error, "full_key", None)
-    if "Missing mandatory value" in text:
-        return f"{key or text} has no value; set it in {name}.yaml or on the command line: {key}=..."
-    if "MissingConfigException" in type(error).__name__:
-        return f"{name}.yaml: {text}"
-    if isinstance(error, OverrideParseException):
+    said = " ".join(said.split()).replace("'++", "'")
+    text = re.split(" See https://hydra.cc| full_key: ", said)[0].rstrip(".")
+    place = re.search(r" full_key: ([\w.-]+) ", said)
+    match error:
+        case UnicodeDecodeError():
+            return f"{name}.yaml or one of its defaults is no UTF-8 text ({error}); save it as UTF-8"
+        case RecursionError():
+            return f"{name}.yaml: its defaults name each other, or it is nested too deeply"
+        case yaml.MarkedYAMLError(problem_mark=yaml.Mark() as mark):
+            where = f"{mark.name}:{mark.line + 1}" if Path(mark.name).is_file() else "cluster.component_placement"
+            return f"{where}: {error.problem}; indent by blanks, close each bracket, and put other signs in quotes"
+        case MissingConfigException(missing_cfg_file=str(other)):
+            return f"{name}.yaml: its defaults name {other}, and no such YAML is beside it or in {CONFIG_DIR}; mend the name"
+        case MissingMandatoryValue(full_key=key):
+            return f"{key} has no value; set it in {name}.yaml or on the command line: {key}=..."
+    if place:
+        what = text.rpartition(" raised while resolving interpolation: ")[2]
+        return f"{place[1]} cannot be computed: {what}; write the value of another key as ${{section.key}}"
+    if text.startswith("Could not delete"):
+        return f"{text.partition('. ')[2]}; ~key removes a key that {name}.yaml or one of its defaults has"
+    if isinstance(error, OverrideParseException) or "Ambiguous value" in text or "config group" in text:
+        text = getattr(error, "override", text.split(" 1. ")[0]).lstrip("+")
         return (
-            f"{error.override.lstrip('+')} cannot be read; an override is written key=value, a list key=[a,b], null is null, "
-            "and a value with brackets, spaces or other signs in quotes: \"key=['a (1).jsonl']\""
+            f"{text} cannot be read; an override is written key=value, a list key=[a,b], null is null, and a value with "
+            "brackets, spaces, commas or other signs in quotes: \"key=['a (1).jsonl']\""
         )
-    if text.startswith("Ambiguous value"):
-        return f"{text.split(' 1. ')[0]}: a list is written key=[a,b]"
-    return f"{name}.yaml: {text}"
+    if "ListConfig" in text:
+        return f"{name}.yaml has a list where keys and values belong"
+    return f"{name}.yaml: {text}; defaults are a list of names of YAMLs, and _self_ once: defaults: [base, _self_]"
 
 
 # ------------------------------------------------------------------------------------------ unknown keys

@@ -160,9 +160,9 @@ def translate(data: dict[str, Any], given: Collection[str] = ()) -> list[str]:
             return
         if get(data, new) in (MISSING, None) or (old in given and new not in given):
             put(data, new, convert(value))
-            notes.append(f"{old}={value!r} read as {new}={convert(value)!r}")
+            notes.append(f"{old}={value!r:.60} read as {new}={convert(value)!r:.60}")
         else:
-            notes.append(f"{old}={value!r} not used: {new}={get(data, new)!r} is written too")
+            notes.append(f"{old}={value!r:.60} not used: {new}={get(data, new)!r:.60} is written too")
 
     eps = take(data, "algorithm.ratio_clip_eps")
     sides = ("low", "high")
@@ -193,15 +193,7 @@ def translate(data: dict[str, Any], given: Collection[str] = ()) -> list[str]:
         put(data, "data.type", "math")
         notes.append("data.type='rstar2' read as data.type='math'")
         _translate_rstar2(data, notes)
-    if get(data, "rollout.custom_chat_template") not in (MISSING, None):
-        template = take(data, "rollout.custom_chat_template")
-        if get(data, "agentloop.chat_template") in (MISSING, None):
-            put(data, "agentloop.chat_template", template)
-            notes.append("rollout.custom_chat_template read as agentloop.chat_template")
-        else:
-            notes.append("rollout.custom_chat_template not used: agentloop.chat_template is written too")
-    drop(data, "rollout.custom_chat_template")
-
+    move("rollout.custom_chat_template", "agentloop.chat_template")
     move("tools.codejudge.concurrency_limit", "tools.codejudge.max_concurrency")
     move("actor.megatron.distributed_timeout_minutes", "actor.distributed_timeout_minutes", float)
     for old in ("model_dir", "model_path"):

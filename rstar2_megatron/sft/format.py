@@ -12,12 +12,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rstar2_megatron.data.call_arguments import is_call_as_text
 from rstar2_megatron.data.conversation import Message, call_fault, read_message, read_tools, rendered_tools, schema_of
 from rstar2_megatron.data.json_text import half_character, json_type
 from rstar2_megatron.rollout.chat import GENERATION_PREFIX, TOOLS_PROMPT, TURN_END, TURN_START, defuse
 from rstar2_megatron.rollout.tool_call import CLOSE, OPEN, CallStatus, parse_tool_calls
+from rstar2_megatron.tools import tool_name
 
 Segments = list[tuple[str, int]]
+_KEYS = ("segments", "messages", "system", "system_prompt", "functions", "chat_template_kwargs")
 
 
 def render_conversation(messages: Sequence[Any], tools: Any = None, specials: re.Pattern[str] | None = None) -> Segments:
@@ -92,6 +95,8 @@ def _checked(message: Message, tools: list[dict[str, Any]], specials: re.Pattern
             named = written.status is CallStatus.UNKNOWN_TOOL and written.name
             if not written.valid and not (named and not tools):  # without tools every name is unknown
                 raise ValueError(f"writes a call that a rollout refuses: {written.message}")
+    elif message.role == "assistant" and is_call_as_text(message.content, map(tool_name, map(schema_of, tools))):
+        raise ValueError(f"writes a call in its text that is not between {OPEN} and {CLOSE}, which a rollout would not run")
     return message
 
 
@@ -106,7 +111,7 @@ def row_segments(row: Mapping[str, Any], specials: re.Pattern[str] | None = None
 
     Raises ValueError for a row of another shape, or of which nothing is trained.
     """
-    given = [key for key in ("segments", "messages", "system", "system_prompt", "functions") if row.get(key) not in (None, "")]
+    given = [key for key in _KEYS if row.get(key) not in (None, "")]
     if given not in (["segments"], ["messages"]) or not isinstance(row[given[0]], list):
         raise ValueError(
             'expected {"messages": [...], "tools": [...]} or {"segments": [[text, 0 or 1], ...]}, got '

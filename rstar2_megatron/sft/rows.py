@@ -11,7 +11,7 @@ import numpy
 from tqdm import tqdm
 
 from rstar2_megatron.algorithm.batch import TrainSequence
-from rstar2_megatron.data.rows import DataError, data_input
+from rstar2_megatron.data.rows import DataError, check_media, data_input
 from rstar2_megatron.rollout.chat import TURN_START, pattern_of, special_tokens
 from rstar2_megatron.sft.format import Segments, row_segments
 
@@ -91,6 +91,7 @@ def read_segments(
         bar = tqdm(source.rows(), f"tokenise {source.label[-40:]}", leave=False, disable=None, unit="row")
         for row in bar:
             try:
+                check_media(row.values)
                 segments = row_segments(row.values, pattern)
             except (ValueError, TypeError, RecursionError) as error:
                 raise DataError(f"{row.where}: {error}") from None

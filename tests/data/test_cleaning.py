@@ -78,6 +78,7 @@ def test_a_wrapper_that_is_not_understood_is_seen() -> None:
         ("3.", "3"),
         ("3.5", None),
         ("1,23", None),
+        ("0,500", None),
         ("100, 200, 300", None),
         ("1, 200", None),
         ("1{,} 234", None),
@@ -133,6 +134,14 @@ def test_duplicates_differ_only_in_dressing() -> None:
         ("3과 5의 합은?", "3과 5의 차는?"),
         ("ปี 3", "ปู 3"),  # only the mark of a vowel is another
         ("Докажите", "Найдите"),
+        ("Sum [1,2]?", "Sum (1,2)?"),
+        ("Count $[0,1)$.", "Count $[0,1]$."),
+        ("Find $(2+3)*4$.", "Find $2+3*4$."),
+        ("Find $|x|$.", "Find $x$."),
+        ("Find $\\sqrt{x+1}$.", "Find $\\sqrt{x}+1$."),
+        ("Find $x^2$.", "Find $x_2$."),
+        ("Find $f'(1)$.", "Find $f(1)$."),
+        ("Round 1.5.", "Round 1:5."),
     ],
 )
 def test_problems_of_any_script_that_differ_are_no_duplicates(one: str, other: str) -> None:
@@ -186,3 +195,5 @@ def test_signs_behind_numbers_tell_problems_apart() -> None:
     assert (
         key("Find it!") == key("Find it.") and key("5\\% of it") == key("5% of it") and key("Find \\(x\\)") == key("Find $x$")
     )
+    assert key("$x^{2}$") == key("x\u00b2") == key("\\[x^2\\]") and key("The dogs' $f(x)$.") == key("the dogs f(x)")
+    assert key("f\u2032(x)") == key("f\u2019(x)") == key("f'(x)")

@@ -9,6 +9,7 @@ import json
 import lzma
 import pickle
 import re
+import shutil
 from datetime import date
 from decimal import Decimal
 from pathlib import Path
@@ -99,6 +100,15 @@ def test_a_directory_of_which_datasets_would_pass_over_a_file_is_refused(
         write_rows(tmp_path / "named" / name, ROWS)
     with pytest.raises(DataError, match=r"datasets does not read code.jsonl beside the others"):
         read_problems([tmp_path / "named"], KEYS)
+    write_rows(tmp_path / "kept" / "train.jsonl", ROWS)
+    shutil.copy(tmp_path / "kept" / "train.jsonl", tmp_path / "kept" / "train.jsonl.bak")
+    with pytest.raises(DataError, match=r"datasets reads train.jsonl.bak too; move it out, or name the files one by one"):
+        read_problems([tmp_path / "kept"], KEYS)
+    (tmp_path / "capitals").mkdir()
+    shutil.copy(tmp_path / "kept" / "train.jsonl", tmp_path / "capitals" / "train.JSONL")
+    with pytest.raises(DataError, match=r"capitals:train: cannot be read by datasets .*; name its files"):
+        read_problems([tmp_path / "capitals"], KEYS)
+    assert len(read_problems([tmp_path / "capitals" / "train.JSONL"], KEYS)) == 3
     write_rows(tmp_path / "tables" / "a.csv", [{"question": "q", "answer": "007"}])
     with pytest.raises(DataError, match=r"datasets reads texts of a.csv as numbers and dates; name the files one by one"):
         read_problems([tmp_path / "tables"], KEYS)
@@ -170,6 +180,14 @@ def test_a_ground_truth_that_is_no_answer_is_refused(tmp_path: Path, truth: Any,
     pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"a.parquet row 1: ('solutions' must be|a column is no JSON)"):
         read_problems([tmp_path / "a.parquet"])
+
+
+def test_alpacas_input_belongs_to_the_problem(tmp_path: Path) -> None:
+    keys = Columns("instruction", "output")
+    row = {"instruction": "Add the numbers.", "input": "", "output": "3"}
+    assert read_problems([write_rows(tmp_path / "a.jsonl", [row])], keys)[0].prompt[0]["content"] == "Add the numbers."
+    with pytest.raises(DataError, match=r"a.jsonl:1: 'input' belongs to the problem and is not in 'instruction'; put it"):
+        read_problems([write_rows(tmp_path / "a.jsonl", [row | {"input": "1, 2"}])], keys)
 
 
 ARRAYS = {
@@ -247,7 +265,7 @@ def test_the_keys_are_proposed_by_the_names_of_the_columns(tmp_path: Path, row: 
 
 def test_a_column_without_json_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"a.parquet row 1: a column is no JSON \(Object of type bytes.* map it by data.rows"):
-        read_problems([write_rows(tmp_path / "a.parquet", [{**ROWS[0], "image": b"\x89PNG"}])], KEYS)
+        read_problems([write_rows(tmp_path / "a.parquet", [{**ROWS[0], "raw": b"\x89PNG"}])], KEYS)
 
 
 TEXT = '{"question": "1+1?", "answer": "2"}\n'

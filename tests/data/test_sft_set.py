@@ -130,6 +130,28 @@ def test_every_shape_becomes_one_conversation(name: str, expected: str) -> None:
     assert roles(conversation) == expected and conversation["source"] == name
 
 
+@pytest.mark.parametrize(
+    ("name", "values", "system"),
+    [
+        ("nemotron", {**nemotron(), "system_prompt": "Be a pirate.\ndetailed thinking off"}, "Be a pirate."),
+        ("nemotron", {**nemotron(), "system_prompt": "detailed thinking off\n\nBe a pirate."}, "Be a pirate."),
+        ("toolace", {**toolace(), "system": f"The current time is 2025-01-31 09:00.{toolace()['system']}"}, "2025-01-31 09:00"),
+        ("glaive", {**glaive(), "system": f"{glaive()['system'].partition('{')[0]}Be a pirate.\n"}, "Be a pirate."),
+        ("glaive", {**glaive(), "system": "SYSTEM: You are a helpful assistant, with no access to external functions."}, None),
+    ],
+)
+def test_system_texts_stay_but_for_instructions_of_the_set(name: str, values: dict[str, Any], system: str | None) -> None:
+    if name == "glaive":
+        values["chat"] = "USER: Hello\n\n\nASSISTANT: Hi. <|endoftext|>"
+    first = parse(name, values)["messages"][0]
+    assert (first["role"] == "system" and first["content"].endswith(system)) if system else first["role"] == "user"
+
+
+def test_words_before_a_call_stay() -> None:
+    chat = glaive()["chat"].replace("ASSISTANT: <functioncall>", "ASSISTANT: I look.\n<functioncall>")
+    assert parse("glaive", {**glaive(), "chat": chat})["messages"][1]["content"] == "I look."
+
+
 def test_calls_keep_their_arguments_exactly() -> None:
     (call,) = parse("toolace", toolace())["messages"][1]["tool_calls"]
     assert call == {"name": "Get Weather", "arguments": {"city": 'Oslo, "N"', "days": [1, 2]}}
@@ -157,7 +179,9 @@ def test_python_calls(text: str, calls: list[Any]) -> None:
     assert [(c["name"], c["arguments"]) for c in python_calls(text)] == calls
 
 
-@pytest.mark.parametrize("text", ["[]", "f(a=1)", "[f(a=1]", "[f(1)]", "[f(a=os.system)]", '[f(a="x)]', "[f(a=1)) ]"])
+@pytest.mark.parametrize(
+    "text", ["[]", "f(a=1)", "[f(a=1]", "[f(1)]", "[f(a=os.system)]", '[f(a="x)]', "[f(a=1)) ]", "[f(a=1, a=2)]"]
+)
 def test_what_is_no_call_is_not_guessed(text: str) -> None:
     with pytest.raises(ValueError):
         python_calls(text)
@@ -179,7 +203,15 @@ def test_content_in_parts_is_its_text() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{}", '{"name": 1, "arguments": {}}', '{"name": "f", "arguments": [1]}', '{"name": "f", "arguments": \'{x}\'}']
+    "text",
+    [
+        "",
+        "{}",
+        '{"name": "f", "name": "g"}',
+        '{"name": 1, "arguments": {}}',
+        '{"name": "f", "arguments": [1]}',
+        '{"name": "f", "arguments": \'{x}\'}',
+    ],
 )
 def test_json_that_is_no_call(text: str) -> None:
     with pytest.raises(ValueError):
@@ -193,6 +225,28 @@ def test_json_that_is_no_call(text: str) -> None:
         ("toolace", toolace(call="[Get Weather(days=[1])]"), "a call that a rollout refuses"),
         ("toolace", toolace(call="[Get Weather(city=[1])]"), "a call that a rollout refuses"),
         ("toolace", toolace(call="[Get Wind(city='Oslo')]"), "not described"),
+        ("toolace", toolace(call="Get Weather(city='Oslo')"), "a call in the text"),
+        ("toolace", toolace(call="['Get Weather'(city='Oslo')]"), "a call in the text"),
+        ("toolace", toolace(call='[{"name": "Get Weather", "arguments": {"city": "Oslo"}}]'), "a call in the text"),
+        ("toolace", toolace(call="[Get Weather]"), "tool response without a call"),
+        (
+            "toolace",
+            {**toolace(), "system": toolace()["system"].replace('"required": ["city"]', '"required": [city]')},
+            "cannot",
+        ),
+        ("toolace", {**toolace(), "system": "No functions."}, "not described"),
+        ("glaive", {**glaive(), "system": glaive()["system"].replace('"d"', "d")}, "cannot be read"),
+        (
+            "nemotron",
+            {**nemotron(), "system_prompt": "a", "input": [{"role": "system", "content": "b"}, *nemotron()["input"]]},
+            "system message in the middle",
+        ),
+        (
+            "nemotron",
+            {**nemotron(), "input": "<|begin_of_text|><|start_header_id|>user<|end_header_id|>Hi"},
+            "a chat template has",
+        ),
+        ("tulu3", {**tulu(), "images": ["a.png"]}, "the row has images, which no model here reads"),
         ("magicoder", magicoder(lang="rust"), "not Python"),
         ("magicoder", magicoder(code="print("), "not one Python program"),
         ("nemotron", nemotron(reasoning="on"), "reasoning"),
@@ -306,6 +360,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "wanted" in printed and "15 rows to" in printed
     assert main(["--out", str(out), "--source", "toolbench"]) == 2
     assert "already holds" in capsys.readouterr().err
+    assert main(["--out", str(tmp_path / "b"), "--scale", "inf"]) == 2
     assert main(["--out", str(tmp_path / "b"), "--source", "toolbench"]) == 2
     assert "unknown source 'toolbench'" in capsys.readouterr().err
 

@@ -169,11 +169,17 @@ def test_another_configuration_starts_from_the_first_row(tmp_path: Path, monkeyp
 
 
 def test_a_mended_file_is_read_again(tmp_path: Path) -> None:
-    """A pass that ended without a problem leaves its position, which is not that of another file of the name."""
+    """Of the pass that ended without a problem nothing is left."""
     path = tmp_path / "in.jsonl"
-    write_jsonl(path, [{"prompt": "a", "solution": "1/2"}])
-    with pytest.raises(DataError, match="no problem is left"):
+    for row in ({"prompt": "a", "solution": "1/2"}, {"question": "a"}):
+        write_jsonl(path, [row])
+        with pytest.raises(DataError, match=r"no problem is left|a row of dapo needs"):
+            process(parse_source(f"dapo={path}"), tmp_path / "out", Options())
+        assert not (tmp_path / "out").exists()
+    (tmp_path / "out").mkdir()
+    with pytest.raises(DataError):
         process(parse_source(f"dapo={path}"), tmp_path / "out", Options())
+    assert list((tmp_path / "out").iterdir()) == []
     write_jsonl(path, [{"prompt": "a", "solution": "2"}])
     assert process(parse_source(f"dapo={path}"), tmp_path / "out", Options())["rows_out"] == 1
 
@@ -282,9 +288,17 @@ def test_command_line(files: dict[str, Path], tmp_path: Path, capsys: pytest.Cap
     assert main([*command, "--force"]) == 0
     assert main(["--out", str(tmp_path / "x"), "--source", "dapo=/nowhere"]) == 2
     assert "/nowhere: no such file" in capsys.readouterr().err
-    for flag, value in (("--limit", "0"), ("--validation", "-1")):
+    for flag, value in (("--limit", "0"), ("--validation", "-1"), ("--boilerplate", "1"), ("--boilerplate", "-1")):
         assert main([*command, "--force", flag, value]) == 2
-        assert f"{flag} must be at least" in capsys.readouterr().err
+        assert f"{flag} must be " in capsys.readouterr().err
+    for flag, value, name in (("--config", "cn", "dapo"), ("--split", "tir", "openmathreasoning")):
+        assert main([*command, "--force", flag, value]) == 2
+        assert f"{flag} is of {name} on the hub" in capsys.readouterr().err
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        assert main(["--out", str(tmp_path / "y"), "--source", "dapo"]) == 2
+    assert "cannot be read from the hub" in capsys.readouterr().err and not (tmp_path / "y").exists()
 
 
 def test_rows_from_hostile_hands_become_files_that_training_reads(tmp_path: Path) -> None:

@@ -93,6 +93,13 @@ def test_choices_are_shuffled_and_the_letter_follows() -> None:
     assert letters != [r["solutions"][0] for r in convert("gpqa-diamond", SHAPES["gpqa-diamond"], seed=4)]
 
 
+def test_every_letter_of_the_right_text_is_right() -> None:
+    shape = SHAPES["gpqa-diamond"][0] | {"Incorrect Answer 2": "right 0"}
+    (row,) = convert("gpqa-diamond", [shape])
+    lines = [line for line in row["prompt"].splitlines() if line.startswith("(") and line.endswith("right 0")]
+    assert [line[1] for line in lines] == row["solutions"] and len(lines) == 2
+
+
 def test_an_answer_of_zero_is_an_answer() -> None:
     (row,) = convert("aime25", [{"problem_idx": 2, "problem": "Zero?", "answer": 0}])
     assert row["solutions"] == ["0"]
@@ -138,3 +145,8 @@ def test_the_program_writes_and_reports(tmp_path: Path) -> None:
     assert len(read_problems([tmp_path / "out" / "math500.jsonl"])) == 1
     refused = subprocess.run([*words, "--source", str(copy)], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert refused.returncode == 2 and "one benchmark" in refused.stderr
+    copy.write_text("{}\n")
+    refused = subprocess.run(
+        [*words, "--benchmarks", "math500", "--source", str(copy)], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert refused.returncode == 2 and "has no text or number in" in refused.stderr

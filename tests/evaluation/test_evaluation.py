@@ -115,7 +115,7 @@ def test_worked_solutions_end_with_2(tmp_path: Path, capsys: pytest.CaptureFixtu
     path.write_text(json.dumps({"prompt": "1+1?", "solutions": "we add both of the numbers " * 5}) + "\n")
     for program in (main, search):
         assert program(["--model", str(model), "--data", str(path)]) == 2
-        assert "1 of 1 problems have worked solutions, which no answer equals" in capsys.readouterr().err
+        assert "1 of 1 problems have worked solutions or none, which no answer equals" in capsys.readouterr().err
 
 
 def test_bad_weights_end_with_2_and_ignored_ones_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,7 +82,7 @@ def test_one_run_named_twice_or_copied_is_an_error(tmp_path: Path) -> None:
         check_arms([Arm("a", [read_log(run), read_log(tmp_path / "copy" / ".." / "run")])])
     with pytest.raises(ValueError, match="hold the same values at every step"):
         check_arms([Arm("a", [read_log(run)]), Arm("b", [read_log(copy)])])
-    assert main(["--arm", f"a={run},{run}"]) == 1
+    assert main(["--arm", f"a={run},{run}"]) == 2
 
 
 def test_an_arm_of_two_codes_is_an_error(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_runs_of_one_name_are_told_apart_where_their_lengths_differ(tmp_path: Pa
     one, two = (write_run(tmp_path / d / "run", rewards) for d, rewards in (("x", [0.1, 0.2, 0.3]), ("y", [0.2, 0.4])))
     (note,) = RunComparison([Arm("a", [read_log(one), read_log(two)])], REWARD_PANEL).faults
     assert f"{one} 3, {two} 2 steps" in note
-    assert main(["--arm", f"a={one},{two}", "--out", str(tmp_path / "out"), "--strict"]) == 1
+    assert main(["--arm", f"a={one},{two}", "--out", str(tmp_path / "out"), "--strict"]) == 2
 
 
 def test_smoothing_and_axes() -> None:
@@ -280,7 +280,7 @@ def test_command_line_compares_with_verl(tmp_path: Path, capsys: pytest.CaptureF
     for expected in ("NOT COMPARABLE", "one run in an arm", "ours is ours-seed1, ours-seed2", "unequal length"):
         assert expected in text and expected in page
     assert (out / "comparison.png").stat().st_size > 10_000
-    assert main([*words, "--strict"]) == 1
+    assert main([*words, "--strict"]) == 2
 
 
 def test_wrong_words_are_errors_that_say_what_is_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -294,7 +294,7 @@ def test_wrong_words_are_errors_that_say_what_is_right(tmp_path: Path, capsys: p
         (["--arm", f"a={run}", "--x", "tokens"], "does not log what --x tokens needs"),
         ([str(tmp_path / "many")], "holds 33 runs, at most 32 can be read at once"),
     ):
-        assert main(words) == 1
+        assert main(words) == 2
         assert message in capsys.readouterr().err
 
 
@@ -311,7 +311,7 @@ def test_points_that_are_no_numbers_and_empty_logs_are_named(tmp_path: Path, cap
     assert main(words) == 1  # for the log that gave nothing; the others are drawn
     assert (tmp_path / "out" / "comparison.png").is_file()
     capsys.readouterr()
-    assert main([*words, "--strict"]) == 1
+    assert main([*words, "--strict"]) == 2
     errors = capsys.readouterr().err
     assert f"{run}: {REWARD} is NaN or infinite at 1 steps (2), marked x" in errors
     assert f"{console}: {REWARD} is NaN or infinite at 2 steps (1, 2)" in errors

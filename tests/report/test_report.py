@@ -66,14 +66,14 @@ def test_curves_of_a_run_and_of_a_short_one(tmp_path: Path, capsys: pytest.Captu
     (empty / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match="has no steps to draw"):
         draw_run(empty)
-    assert main([str(empty)]) == 1
+    assert main([str(empty)]) == 2
 
 
 def test_options_of_a_comparison_count_for_one_run_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "run", [0.2, 0.4, 0.9])
-    assert main([str(run), "--metrics", "entrpy"]) == 1
+    assert main([str(run), "--metrics", "entrpy"]) == 2
     assert "no log has entrpy; --metrics takes" in capsys.readouterr().err
-    assert main([str(run), "--metrics", "reward", "--last", "2", "--x", "trajectories"]) == 1
+    assert main([str(run), "--metrics", "reward", "--last", "2", "--x", "trajectories"]) == 2
     assert "does not log what --x trajectories needs" in capsys.readouterr().err
     assert main([str(run), "--metrics", "reward", "--last", "2"]) == 0
     text = (run / "comparison.txt").read_text()
@@ -82,5 +82,5 @@ def test_options_of_a_comparison_count_for_one_run_too(tmp_path: Path, capsys: p
         main([str(run), "--paired"])
     assert "--paired compares runs of equal seeds, and one run is named" in capsys.readouterr().err
     (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text() + json.dumps({"step": 4, REWARD: None}) + "\n")
-    assert main([str(run), "--strict"]) == 1
+    assert main([str(run), "--strict"]) == 2
     assert f"{REWARD} is NaN or infinite at 1 steps (4)" in capsys.readouterr().err

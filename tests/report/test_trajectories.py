@@ -317,4 +317,5 @@ def test_steps_and_bad_lines(run: Path, tmp_path: Path, capsys: pytest.CaptureFi
     broken.write_text(json.dumps(rows[0]) + '\n{\n{"query_id": "a"}\n[]\n')
     assert main([str(broken)]) == 0
     assert re.search(r"3 lines could not be read \(first: 2\)", capsys.readouterr().err)
-    assert main([str(tmp_path / "nothing")]) == 1 and "does not exist" in capsys.readouterr().err
+    assert main([str(tmp_path / "nothing"), "--out", str(tmp_path)]) == 2 and "is a directory" in capsys.readouterr().err
+    assert main([str(tmp_path / "nothing")]) == 2 and "does not exist" in capsys.readouterr().err

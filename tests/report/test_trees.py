@@ -67,5 +67,5 @@ def test_a_broken_tree_is_named(run: Path, tmp_path: Path, capsys: pytest.Captur
     assert main([str(tmp_path)]) == 0
     assert "2 lines could not be read (first: 2)" in capsys.readouterr().err
     (tmp_path / "mcts.jsonl").write_text("no json\n")
-    assert main([str(tmp_path)]) == 1
+    assert main([str(tmp_path)]) == 2
     assert "holds no trees" in capsys.readouterr().err

@@ -63,6 +63,9 @@ def test_the_answer_of_a_worked_solution(solution: str, answer: str) -> None:
 def test_solutions_that_are_whole_texts_are_told() -> None:
     texts = ["72", "add\n#### 3", "First " + "we add both of the numbers " * 4, "\\text{Yes, it is always possible to do so}"]
     problems = [Problem(f"q{i}", [], [text]) for i, text in enumerate(texts)]
-    assert worked_note(problems).startswith("1 of 4 problems have worked solutions, which no answer equals, the first is q2; ")
+    assert worked_note(problems).startswith(
+        "1 of 4 problems have worked solutions or none, which no answer equals, the first is q2; "
+    )
     assert worked_note(problems, more_than=0.25) == "" and worked_note(problems[2:3], more_than=0.5)
     assert worked_note(problems[:2]) == "" == worked_note([])
+    assert worked_note([Problem("q", [], ["proof"]), Problem("r", [], ["notfound"])]).startswith("2 of 2 problems")

@@ -169,6 +169,8 @@ TABLE = [
         [(ARGUMENTS, '"parameters" must be a JSON object, got string')],
     ),
     ("llama3", '{"name": "search"}', [(JSON, 'lacks "parameters"')]),
+    ("llama3", '{"name": "search", "parameters": {"query": "a", "query": "b"}}', [(JSON, "the key 'query' stands twice")]),
+    ("pythonic", "[search(query='a', query='b')]", [(ARGUMENTS, 'gives the argument "query" twice; write each once')]),
     ("pythonic", "[search('a')]", [(ARGUMENTS, "Write every argument of 'search' as key=value")]),
     *(
         ("pythonic", f"[search(query='a', tags=[{value}])]", [(ARGUMENTS, 'Argument "tags" holds a value that is no JSON')])
@@ -188,7 +190,6 @@ TABLE = [
     ("pythonic", "[search(query='a'), 3]", [(V, {"query": "a"}), (SYNTAX, "'3' is no call")]),
     ("pythonic", "[search(query='a')] I wait.", [(SYNTAX, "end the turn with the list")]),
     ("pythonic", "[search(query='a')] and 3", [(SYNTAX, "text after its list")]),
-    ("pythonic", "[search(query='a', query='b')]", [(V, {"query": "b"})]),
     ("pythonic", "[search(query={1})]", [(ARGUMENTS, '"query" must be of type string')]),
     ("mistral", "[TOOL_CALLS] [{'name': 'search'}]", [(JSON, "write names in double quotes")]),
     ("mistral", "[TOOL_CALLS] []", [(JSON, "a list of calls is due")]),

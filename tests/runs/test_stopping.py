@@ -129,9 +129,9 @@ def test_a_corridor_of_earlier_seeds_by_hand(tmp_path: Path, capsys: pytest.Capt
     assert [row["rollout/outside_corridor"] for row in steps] == [float(mean < 0.269) for mean in means] + [0]
     said = "is 0.25 at step 4 (mean of 4 steps), outside of 0.2691 to 0.7309 by 3 earlier seeds"
     assert told == {4: [f"{PASS_RATE} {said}"]}, "told when it leaves, not while it stays outside"
-    assert make_corridor_file([*runs[:2], "--out", str(file)]) == 1
+    assert make_corridor_file([*runs[:2], "--out", str(file)]) == 2
     assert "2 runs tell no spread of seeds" in capsys.readouterr().err
-    assert make_corridor_file([*runs, "--out", str(file), "--metrics", "turns"]) == 1
+    assert make_corridor_file([*runs, "--out", str(file), "--metrics", "turns"]) == 2
     assert "not every run has rollout/num_turns" in capsys.readouterr().err
     (tmp_path / "s1" / "config.yaml").write_text("actor: {lr: 1}")
     assert make_corridor_file([*runs, "--out", str(file)]) == 1

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from benchmarks.judge.running import running_judge
-from rstar2_megatron.judge.__main__ import command_line, settle_counts
+from rstar2_megatron.judge.__main__ import command_line, main, settle_counts
 from rstar2_megatron.judge.client.client import JudgeClient
 from rstar2_megatron.judge.client.service import JudgeService, JudgeServiceError
 from rstar2_megatron.judge.outcome import Outcome
@@ -57,6 +57,11 @@ def test_the_defaults_hold_on_a_machine_of_any_size(cores: int, files: int, monk
         assert 1 <= arguments.processes <= arguments.workers
         assert 0 < arguments.sessions <= 32 * cores
         assert files < 0 or 5 * arguments.sessions < files  # descriptors of the sandbox
+
+
+def test_wrong_options_are_refused_by_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["worker", "--workers", "0"]) == 2
+    assert capsys.readouterr().err.startswith("judge: error: --workers 0: between")
 
 
 def test_a_service_has_a_redis_of_its_own_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:

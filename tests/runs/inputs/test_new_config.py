@@ -127,7 +127,7 @@ def test_columns_of_other_names_are_written(here: Path, capfd: pytest.CaptureFix
     rows = [{"question": f"How much is {i} and 2?", "answer": f"Add {'the two numbers ' * 9}: {i + 2}"} for i in range(5)]
     (here / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(ARGUMENTS) == 0
-    assert "5 of 5 problems have worked solutions, which no answer equals" in capfd.readouterr().err
+    assert "5 of 5 problems have worked solutions or none, which no answer equals" in capfd.readouterr().err
     data = load(str(here / "mine.yaml"), []).settings.data
     assert (data.prompt_key, data.answer_key) == ("question", "answer")
     assert main(["mine.yaml", "--dry-run"]) != 0
