@@ -255,6 +255,66 @@ def find(query: str, limit: int = 3) -> str:
     assert words == {"query": "Words to look for. Note: no operators. query: is not repeated.", "limit": "Most passages."}
 
 
+STYLES = {
+    "Google": """Args:
+        query (dict[str, int]): Words to
+            look for: all.
+        a:
+            Times.
+        b: Times.
+
+    Returns:
+        a: 7""",
+    "Google's other header": """Parameters:
+        query: Words to look for: all.
+        a (int): Times.
+        b (Optional[int], optional): Times.""",
+    "NumPy": """Parameters
+    ----------
+    query : str
+        Words to
+
+        look for: all.
+    a, b : int, optional
+        Times.
+
+    Returns
+    -------
+    str
+        a: 7""",
+    "NumPy without types": """Parameters
+    ----------
+    query
+        Words to look for: all.
+    a
+        Times.
+    b
+        Times.""",
+    "Sphinx": """:param query: Words to
+        look for: all.
+    :type query: str
+    :param int a: Times.
+    :param dict[str, int] b:
+        Times.
+    :returns: a: 7
+    :rtype: str""",
+    "Epydoc": """@param query: Words to look for: all.
+    @param a: Times.
+    @param b: Times.
+    @return: a: 7""",
+}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_docstrings_of_every_style_describe_the_parameters(tmp_path: Path, style: str) -> None:
+    doc = f"Find passages.\n\n    Of any kind.\n\n    {STYLES[style]}\n    "
+    code = f"def find(query: str, a: int = 1, b: int = 2) -> str:\n    '''{doc}'''"
+    function = tools_of(settings_of(tmp_path, code, "own.py:find"))[0].schema["function"]
+    words = {name: one["description"] for name, one in function["parameters"]["properties"].items()}
+    assert function["description"] == "Find passages.\n\nOf any kind."
+    assert words == {"query": "Words to look for: all.", "a": "Times.", "b": "Times."}
+
+
 async def test_a_validator_that_fails_is_the_users_code(tokenizer, tmp_path: Path) -> None:
     code = """
 from typing import Annotated
@@ -360,6 +420,7 @@ def draw(
     at: Point,
     colours: list = None,
     depth: Annotated[int, Field(le=9, description="Unused.")] = 1,
+    title: Annotated[str, "Above it."] = "",
 ):
     '''Draw.
 
@@ -381,7 +442,7 @@ def draw(
     ]
     form = loop.template.schemas[0]["function"]["parameters"]
     words = {name: one["description"] for name, one in form["properties"].items()}
-    assert words == {"width": "In pixels.", "at": "A place.", "colours": "Names.", "depth": "Bits."}
+    assert words == {"width": "In pixels.", "at": "A place.", "colours": "Names.", "depth": "Bits.", "title": "Above it."}
     assert form["required"] == ["width", "at"] and form["properties"]["width"]["minimum"] == 1
 
 
@@ -559,6 +620,16 @@ REFUSED = {
         "class F:\n    name = 'my tool'\n    def __call__(self):\n        '''F.'''",
         "F",
         "has the name 'my tool'; a tool's name is of letters, digits, _, - and .",
+    ),
+    "no docstring of the call": (
+        "class F:\n    '''F.'''\n    def __call__(self): ...",
+        "F",
+        "__call__ of own.py:F has no docstring; write what the tool does",
+    ),
+    "a name that is a property": (
+        "class F:\n    @property\n    def name(self): return 'f'\n    def __call__(self):\n        '''F.'''",
+        "F",
+        "own.py:F has the name <property object",
     ),
     "no tool": ("f = 3", "f", "own.py:f is a int; a tool is a function, or a class with __call__"),
     "no __call__": ("class F:\n    '''F.'''", "F", "is a class without __call__"),
