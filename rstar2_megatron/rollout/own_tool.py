@@ -278,7 +278,7 @@ def _described(doc: str) -> tuple[str, dict[str, str]]:
             entries[-1].append(line.strip())
         else:
             entries.append([line])
-    found = {}
+    found: dict[str, str] = {}
     for first, *more in entries:
         if entry := _ENTRY.match(first):
             said = [entry[2], *more] if is_google else more  # behind NumPy's colon stands the type

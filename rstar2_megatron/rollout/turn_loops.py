@@ -45,6 +45,10 @@ class TurnLoop:
         except Left:
             if dialogue.failure is not None:
                 raise dialogue.failure from None
+        finally:
+            dialogue.close()
+        if dialogue.ending is FinishReason.ANSWERED and not dialogue.num_turns:
+            raise UserCodeError(f"{self.label}: the loop ended without a turn; it awaits dialogue.generate()")
         if dialogue.reward is not None:
             return _finite(dialogue.reward, f"{self.label}: the loop")
         cut = dialogue.ending not in (None, FinishReason.ANSWERED)
@@ -79,7 +83,7 @@ class TurnLoops:
         environment = await user.call(self._target, **self._settings.environment_settings)
         try:
             observation = await user.call(environment.reset, problem)
-            if isinstance(observation, tuple):  # Gymnasium's (observation, info)
+            if isinstance(observation, tuple) and len(observation) == 2:  # Gymnasium's (observation, info)
                 observation = observation[0]
             words = "" if observation is None else user.text(observation, "reset")
             if words:
@@ -228,6 +232,8 @@ def _check_environment(code: UserCode, target: Any, settings: dict[str, Any]) ->
     made: Any = target
     _check_call(code, target, (), settings, "agentloop.environment_settings")
     _check_call(code, made.reset, (None, None), {}, "reset(problem)")
+    if "seed" in list(inspect.signature(made.reset).parameters)[:2]:  # as Gymnasium's, which gets no problem
+        raise UserCodeError(f"{code.label}: reset gets the problem in place of a seed; write reset(self, problem)")
     _check_call(code, made.step, (None, ""), {}, "step(text)")
     if callable(getattr(made, "close", None)):
         _check_call(code, made.close, (None,), {}, "close()")
