@@ -107,7 +107,7 @@ async def test_the_runner_requeues_what_it_preempts(tokenizer, ending: str) -> N
 
     runner = TrajectoryRunner(loop, AdmissionQueue(budget), next_work, ended)
     running = asyncio.create_task(runner.run())
-    while budget.running < 4:
+    while len(engine.seen) < 4:
         await asyncio.sleep(0)
     runner.observe(EngineReport(progress=0.0))
     while loop.stats.preemptions < 3:
