@@ -6,14 +6,13 @@ Every trajectory has its own deadline, and requests for work run concurrently wi
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from rstar2_megatron.records.trace import TRACE
 from rstar2_megatron.rollout.agent_loop import AgentLoop, Preemption
-from rstar2_megatron.rollout.engine.protocol import EngineError, EngineLost, EngineReport
+from rstar2_megatron.rollout.engine.protocol import EngineLost, EngineReport
 from rstar2_megatron.rollout.scheduling.admission_queue import Admission, AdmissionQueue
 from rstar2_megatron.rollout.scheduling.work_queue import Slice
 from rstar2_megatron.trajectory import FinishReason, Trajectory
@@ -50,7 +49,7 @@ class TrajectoryRunner:
         self._next_work = next_work
         self._on_trajectory = on_trajectory
         self._on_engine_gone = on_engine_gone
-        self._tasks: set[asyncio.Task[None]] = set()  # trajectories, a request for work, preemptions
+        self._tasks: set[asyncio.Task[None]] = set()  # trajectories, a request for work
         self._preemptions: dict[_Key, Preemption] = {}  # by running trajectory
         self._lengths: dict[_Key, int] = {}  # last known lengths of running trajectories, in tokens
         self.responses: dict[_Key, int] = {}
@@ -98,8 +97,7 @@ class TrajectoryRunner:
         for waiting in self.scheduler.withdraw():
             if parked := waiting.work.parked.get(waiting.key[1]):  # preempted, or carried and not restarted yet
                 await self._hand_back(waiting.work, parked)
-        with contextlib.suppress(EngineLost, EngineError):  # a lost engine runs nothing
-            await self.loop.engine.abort_all()
+        self.loop.engine.abort_all()  # waits for no answer: an engine that gives none would hold the phase's end
 
     async def _give_back(self) -> None:
         """Return all waiting work after the engine's loss. Each running trajectory is returned when it sees the loss."""
@@ -131,7 +129,7 @@ class TrajectoryRunner:
         self._evictions_seen = stats.retractions
         for key in self.scheduler.budget.preempt():
             assert isinstance(key, tuple)
-            self._watch(self.loop.preempt(self._preemptions[key]))
+            self.loop.preempt(self._preemptions[key])
         self._wake.set()  # the budget may have room now
 
     # ------------------------------------------------------------------------------------------- work

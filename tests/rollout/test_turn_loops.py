@@ -251,7 +251,7 @@ class ParksAt(ParkableEngine):
     async def generate(self, input_ids: list[int], sampling: dict[str, Any], **about: Any) -> GenerateResult:
         if len(self.seen) + 1 == self.stop:
             self.loop.parking = True
-            await self.abort_all()
+            self.abort_all()
         return await super().generate(input_ids, sampling, **about)
 
 
