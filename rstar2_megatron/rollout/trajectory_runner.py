@@ -6,6 +6,8 @@ Every trajectory has its own deadline, and requests for work run concurrently wi
 from __future__ import annotations
 
 import asyncio
+import faulthandler
+import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
@@ -22,6 +24,8 @@ OnTrajectory = Callable[[Slice, Trajectory], Awaitable[None]]
 OnEngineGone = Callable[[str], Awaitable[None]]
 
 _Key = tuple[int, int]  # group, rollout index
+_HELD_S = 60.0
+"""After which the log shows where async code of the user holds up the event loop, which no deadline can interrupt."""
 
 
 class TrajectoryRunner:
@@ -65,6 +69,7 @@ class TrajectoryRunner:
         self._evictions_seen = loop.stats.retractions
 
     async def run(self) -> None:
+        self._still_runs()
         try:
             while True:
                 if self.loop.engine_gone:
@@ -79,7 +84,13 @@ class TrajectoryRunner:
                 if self._failure is not None:
                     raise self._failure
         finally:
+            self._next_sign.cancel()
+            faulthandler.cancel_dump_traceback_later()
             await self._cancel()
+
+    def _still_runs(self) -> None:
+        faulthandler.dump_traceback_later(_HELD_S, file=sys.__stderr__)  # unless the event loop comes here again before
+        self._next_sign = asyncio.get_running_loop().call_later(_HELD_S / 4, self._still_runs)
 
     @property
     def num_at_tool(self) -> int:
