@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
-import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
@@ -89,7 +88,7 @@ class TrajectoryRunner:
             await self._cancel()
 
     def _still_runs(self) -> None:
-        faulthandler.dump_traceback_later(_HELD_S, file=sys.__stderr__)  # unless the event loop comes here again before
+        faulthandler.dump_traceback_later(_HELD_S, file=2)  # into the log, unless the event loop comes here again before
         self._next_sign = asyncio.get_running_loop().call_later(_HELD_S / 4, self._still_runs)
 
     @property
