@@ -14,8 +14,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError
@@ -33,8 +32,6 @@ from rstar2_megatron.tools import ToolSchema
 from rstar2_megatron.trajectory import Problem, ToolOutcome
 
 _PROBLEM = "problem"
-_NESTED = (list, dict, tuple, Union, UnionType)
-_PLAIN = (str, int, float, bool, dict, NoneType, Any, ...)
 _NAME = re.compile(r"[\w.-]+")  # OpenAI's, and the dots of a namespace
 _LISTED = re.compile(r"(?m)^( *(?:Args|Arguments|Params|Parameters)(?:( *: *)|\n *-{3,} *)$)")
 """The header of a docstring's list of parameters: `Args:`, or NumPy's with a line below."""
@@ -99,14 +96,13 @@ class OwnTool(LimitedTool):
         hidden = [*self._takes_problem, *([] if self.has_session else given)]
         shown = {n: one for n, one in parameters.items() if n not in hidden}
         self._adapters: dict[str, TypeAdapter[Any]] = {}
-        by_pydantic: dict[str, dict[str, Any]] = {}
+        properties: dict[str, dict[str, Any]] = {}
         for n, one in shown.items():
             if one.annotation is one.empty:
                 raise UserCodeError(f"parameter {n!r} of {label} has no type; write e.g. `{n}: str`")
             try:
                 self._adapters[n] = TypeAdapter(one.annotation)
-                if not _is_plain(one.annotation):
-                    by_pydantic[n] = self._adapters[n].json_schema()
+                properties[n] = _nullable(self._adapters[n].json_schema())
             except (PydanticSchemaGenerationError, PydanticInvalidForJsonSchema):
                 raise UserCodeError(f"parameter {n!r} of {label} has the type {one.annotation}, which no JSON fits") from None
             except Exception as error:  # pydantic runs code of the types, which may be the user's
@@ -118,7 +114,7 @@ class OwnTool(LimitedTool):
                     f"`{n}: Annotated[{_shown(one.annotation)}, Field(...)]`, and behind it `= ` and the default, if it has one"
                 )
         called = f"__call__ of {label}" if self.has_session else label
-        super().__init__(_schema(called, name, self._call.__doc__, shown, by_pydantic), settings, agentloop)
+        super().__init__(_schema(called, name, self._call.__doc__, shown, properties), settings, agentloop)
         self._states: dict[str, _State] = {}
 
     # ------------------------------------------------------------------------------------------ one call
@@ -254,10 +250,13 @@ def _shown(annotation: Any) -> str:
     return annotation.__name__ if inspect.isclass(annotation) else str(annotation)
 
 
-def _is_plain(annotation: Any) -> bool:
-    """Whether transformers knows the type; of an Enum, a date or a bare list it would say that it is an object."""
-    kind = get_origin(annotation)
-    return annotation in _PLAIN or kind is Literal or (kind in _NESTED and all(map(_is_plain, get_args(annotation))))
+def _nullable(form: dict[str, Any]) -> dict[str, Any]:
+    """The schema of `X | None` as that of X with `nullable`, so that the type of a call's argument is checked."""
+    kinds = form.get("anyOf", [])
+    others = [kind for kind in kinds if kind != {"type": "null"}]
+    if len(kinds) != 2 or len(others) != 1 or "type" not in others[0]:
+        return form
+    return {**others[0], "nullable": True, **{key: value for key, value in form.items() if key != "anyOf"}}
 
 
 def _described(doc: str) -> tuple[str, dict[str, str]]:
@@ -291,39 +290,19 @@ def _depth(line: str) -> int:
 
 
 def _schema(
-    label: str,
-    name: str,
-    doc: str | None,
-    parameters: Mapping[str, inspect.Parameter],
-    by_pydantic: Mapping[str, dict[str, Any]],
+    label: str, name: str, doc: str | None, parameters: Mapping[str, inspect.Parameter], properties: dict[str, dict[str, Any]]
 ) -> ToolSchema:
-    """by_pydantic: schemas of the parameters whose types transformers does not know; one may describe its parameter itself."""
-    # Here: transformers takes seconds, which runs without own tools do not need.
-    from transformers.utils.chat_template_utils import TypeHintParsingException, get_json_schema
-
+    """properties: the JSON schema of each parameter, which a Field or a class may describe."""
     does, about = _described(inspect.cleandoc(doc or ""))
     if not does:
         raise UserCodeError(f"{label} has no docstring; write what the tool does, and under `Args:` what each parameter is")
-    in_type = {n: m for n, one in parameters.items() for m in getattr(one.annotation, "__metadata__", ()) if isinstance(m, str)}
-    about = {n: form["description"] for n, form in by_pydantic.items() if "description" in form} | in_type | about
-    if missing := next((n for n in parameters if not about.get(n)), ""):
-        raise UserCodeError(f"the docstring of {label} has no line `{missing}: what it is` under `Args:`")
-
-    def described() -> None: ...
-
-    described.__name__, described.__doc__ = name, "\n".join(["-", "", "Args:", *(f"    {n}: -" for n in parameters)])
-    described.__annotations__ = {n: Any if n in by_pydantic else one.annotation for n, one in parameters.items()}
-    described.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
-    try:
-        schema: ToolSchema = get_json_schema(described)
-    except (TypeHintParsingException, ValueError) as error:
-        said = " ".join(str(part) for part in error.args)
-        raise UserCodeError(f"{label} has a parameter whose type is no JSON: {said}") from None
-    schema["function"]["description"] = does
-    form = schema["function"]["parameters"]
-    form["properties"] = {
-        n: by_pydantic.get(n, {}) | form["properties"].get(n, {}) | {"description": about[n]} for n in parameters
-    }
+    for n, one in parameters.items():
+        in_type = [text for text in getattr(one.annotation, "__metadata__", ()) if isinstance(text, str)]
+        said = about.get(n) or " ".join(in_type) or properties[n].get("description")
+        if not said:
+            raise UserCodeError(f"the docstring of {label} has no line `{n}: what it is` under `Args:`")
+        properties[n]["description"] = said
+    form: dict[str, Any] = {"type": "object", "properties": properties}
     if needed := [n for n, one in parameters.items() if one.default is one.empty]:
         form["required"] = needed
-    return schema
+    return {"type": "function", "function": {"name": name, "description": does, "parameters": form}}
