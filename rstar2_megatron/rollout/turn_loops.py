@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from rstar2_megatron.extension.positional import misfit_of_kind
+from rstar2_megatron.extension.positional import misfit, misfit_of_kind
 from rstar2_megatron.extension.user_code import UserCode, UserCodeError, is_cancelled
 from rstar2_megatron.rollout.dialogue import Dialogue, Left
 from rstar2_megatron.rollout.user_call import TookTooLong, UserThread, call_user
@@ -242,7 +242,8 @@ def _check_environment(code: UserCode, target: Any, settings: dict[str, Any]) ->
 def _check_loop(code: UserCode, target: Any) -> None:
     if not inspect.iscoroutinefunction(target):
         raise UserCodeError(f"{code.label} is no async function; a loop is `async def loop(problem, dialogue)`")
-    _check_call(code, target, (None, None), {}, "(problem, dialogue)")
+    if fault := misfit(target, "problem, dialogue", may_await=True):
+        raise UserCodeError(f"{code.label} cannot be called with (problem, dialogue): {fault}")
 
 
 def _check_call(code: UserCode, function: Any, arguments: tuple[Any, ...], named: dict[str, Any], what: str) -> None:

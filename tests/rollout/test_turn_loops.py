@@ -214,6 +214,7 @@ async def stubborn_in_tasks(problem, dialogue):
         except BaseException:
             pass
 def plain(problem, dialogue): ...
+async def swapped(dialogue, problem): ...
 class Abstract(abc.ABC):
     @abc.abstractmethod
     def reset(self, problem): ...
@@ -529,6 +530,7 @@ async def test_a_cancelled_trajectory_stays_cancelled(tokenizer: Any, code: Any)
         ({"environment": "ClosesWith"}, "cannot be called with close(): missing a required argument: 'problem'"),
         ({"environment": "Game", "environment_settings": {"level": 3}}, "unexpected keyword argument 'level'"),
         ({"loop": "plain"}, "is no async function"),
+        ({"loop": "swapped"}, "its parameters are named otherwise; name them (problem, dialogue), in this order"),
         ({"loop": "nosuch"}, "has no 'nosuch'"),
     ],
 )
