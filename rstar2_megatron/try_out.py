@@ -71,7 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             limits = {"environment_timeout_s": words.timeout_s, "environment_settings": words.settings}
             loops = TurnLoops(AgentLoopSettings.model_validate({kind: code, **limits}))
             return asyncio.run(_try_turns(loops, words.args, words.extra))
-        read_as = " (read as a tool: a reward has the parameters problem and trajectory, or verl's)"
+        read_as = (
+            " (read as a tool: a reward has the parameters problem and trajectory, or verl's; losses, advantages, rules and "
+            "rows are tried before a run starts)"
+        )
         settings = OwnToolSettings(use=code, settings=words.settings, timeout_s=words.timeout_s)
         tool = OwnTool(settings, AgentLoopSettings())
     except ValueError as error:
