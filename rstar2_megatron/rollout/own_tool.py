@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -35,11 +36,9 @@ _PROBLEM = "problem"
 _NAME = re.compile(r"[\w.-]+")  # OpenAI's, and the dots of a namespace
 _LISTED = re.compile(r"(?m)^( *(?:Args|Arguments|Params|Parameters)(?:( *: *)|\n *-{3,} *)$)")
 """The header of a docstring's list of parameters: `Args:`, or NumPy's with a line below."""
-_ENTRY = re.compile(r" *(\w+(?: *, *\w+)*) *(?:\(.+?\))? *(?::|$) *(.*)")  # `x: what`, `x (int): what`, `x, y : int`, `x`
-_FIELD = re.compile(r"(?ms)^ *[:@]param(?: [^:\n]+?)? (\w+) *: *(.+?)(?=^ *[:@]\w|^ *$|\Z)")  # `:param int x: what`
-_SECTION = re.compile(
-    r"(?m)^ *(?:[:@](?:param|type|returns?|rtype|raises?)\b.*|(?:Returns|Yields|Raises|Examples?)(?::|\n *-{3,}) *$)"
-)
+_ENTRY = re.compile(r" *[-*]* *(\w+(?: *, *\w+)*) *(?:\(.+?\))? *(?::|$) *(.*)")  # `x (int): what`, `- x: what`, `x, y : int`
+_FIELD = re.compile(r"(?ms)^ *[:@](?:param(?:eter)?|arg(?:ument)?)(?: [^:\n]+?)? (\w+) *: *(.+?)(?=^ *[:@]\w|^ *$|\Z)")
+_SECTION = re.compile(r"(?m)^ *(?:[:@]\w.*|(?:Returns|Yields|Raises|Examples?)(?::|\n *-{3,}) *$)")
 _IDLE_S = 3600.0  # state of a trajectory that went on elsewhere is closed after this time
 
 
@@ -207,7 +206,10 @@ def _parameters(label: str, function: Callable[..., Any], *, method: bool) -> di
     """Parameters with their types resolved. Raises UserCodeError for those that a call by name cannot fill."""
     try:
         parameters = inspect.signature(function).parameters
-        hints = get_type_hints(function, include_extras=True)  # a Field of Annotated has limits and a description
+        inner = inspect.unwrap(function)
+        written = {n: kind for n, kind in inner.__annotations__.items() if n != "return"}  # which may name what is not imported
+        # A Field of Annotated has limits and a description.
+        hints = get_type_hints(SimpleNamespace(__annotations__=written), inner.__globals__, include_extras=True)
     except Exception as error:  # annotations that are texts are run
         raise UserCodeError(f"the parameters of {label} cannot be read: {error}") from error
     found = {}

@@ -297,6 +297,14 @@ STYLES = {
         Times.
     :returns: a: 7
     :rtype: str""",
+    "with bullets": """Args:
+        - query (str): Words to look for: all.
+        * a: Times.
+        b: Times.""",
+    "Sphinx's other word": """:arg query: Words to look for: all.
+    :argument int a: Times.
+    :parameter b: Times.
+    :raises KeyError: never""",
     "Epydoc": """@param query: Words to look for: all.
     @param a: Times.
     @param b: Times.
@@ -695,6 +703,12 @@ async def test_open_and_close_may_be_values_and_the_problem_optional(tokenizer, 
     )
     trajectory, _ = await run(tokenizer, settings_of(tmp_path, code, "own.py:Door"), call("Door"))
     assert outcomes(trajectory) == [("ok", '[true, "q"]')]
+
+
+def test_the_return_type_is_not_read(tmp_path: Path) -> None:
+    """Its module may be imported for type checkers alone."""
+    code = SEARCH.replace("list[str]:", "'pandas.DataFrame':")
+    assert tools_of(settings_of(tmp_path, code, "own.py:search"))[0].name == "search"
 
 
 def test_two_tools_of_one_name(tmp_path: Path) -> None:
