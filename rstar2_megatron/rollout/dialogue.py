@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from rstar2_megatron.extension.user_code import UserCodeError, is_cancelled
+from rstar2_megatron.extension.user_code import UserCodeError
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.tool_call import ParsedCall
 from rstar2_megatron.trajectory import FinishReason, ToolCall, Trajectory
@@ -247,9 +247,8 @@ class Dialogue:
         try:
             return await running
         except asyncio.CancelledError:
-            if self._over and not is_cancelled():
-                raise Left from None
-            self._misused("a turn or a call was cancelled, by a timeout of the loop's own perhaps; it cannot be taken back")
+            if not self._over:
+                self._misused("a turn or a call was cancelled, by a timeout of the loop's own perhaps; it cannot be taken back")
             raise
         except Exception as error:
             self._over, self.failure = True, error

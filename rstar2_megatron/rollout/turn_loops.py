@@ -129,6 +129,8 @@ async def _own_loop(
             raise Left from error
         if isinstance(error, Left) or is_cancelled():
             raise
+        if dialogue.failure is not None:  # the first cause
+            raise Left from error
         raise user.failed(error) from error
     if reward is not None and dialogue.ending is None:  # at a limit what it had earned before counts, whatever it catches
         dialogue.reward = reward
