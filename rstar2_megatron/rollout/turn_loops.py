@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import functools
@@ -22,6 +23,8 @@ from rstar2_megatron.rollout.dialogue import Dialogue, Left
 from rstar2_megatron.rollout.user_call import TookTooLong, UserThread, call_user
 from rstar2_megatron.settings.schema import AgentLoopSettings
 from rstar2_megatron.trajectory import FinishReason, Problem
+
+_GRACE_S = 1.0  # behind the trajectory's deadline, at which engine and tools end themselves
 
 
 @dataclass(frozen=True)
@@ -122,8 +125,10 @@ async def _play(user: _UsersCode, step: Callable[[str], Any], dialogue: Dialogue
 async def _own_loop(
     user: _UsersCode, loop: Callable[..., Coroutine[Any, Any, Any]], problem: Problem, dialogue: Dialogue
 ) -> None:
+    limit = asyncio.timeout(user.deadline + _GRACE_S - time.monotonic())
     try:
-        reward = await _until_ignored(loop(problem, dialogue), dialogue)
+        async with limit:
+            reward = await _until_ignored(loop(problem, dialogue), dialogue)
     except BaseException as error:
         if isinstance(error, BaseExceptionGroup) and error.subgroup(Left):  # of an asyncio.TaskGroup
             raise Left from error
@@ -131,6 +136,9 @@ async def _own_loop(
             raise
         if dialogue.failure is not None:  # the first cause
             raise Left from error
+        if limit.expired() and error.__cause__ is not None:
+            place = user.code.blame(error.__cause__)
+            raise UserCodeError(f"{user.label} did not end within rollout.trajectory_timeout_s: {place}") from error
         raise user.failed(error) from error
     if reward is not None and dialogue.ending is None:  # at a limit what it had earned before counts, whatever it catches
         dialogue.reward = reward

@@ -152,6 +152,9 @@ async def impatient_twice(problem, dialogue):
         await asyncio.wait_for(dialogue.generate(), 0.01)
     except TimeoutError:
         await dialogue.generate()
+async def hanging(problem, dialogue):
+    await dialogue.generate()
+    await asyncio.Event().wait()
 async def mute(problem, dialogue): dialogue.generate().close()
 async def grateful(problem, dialogue):
     try:
@@ -510,6 +513,14 @@ async def test_nothing_is_generated_behind_the_end_of_a_loop(
         await asyncio.sleep(0.05)
     gc.collect()
     assert not engine.running and not len(t.response_ids) and "never retrieved" not in caplog.text
+
+
+async def test_a_loop_that_awaits_for_ever_is_left_at_the_trajectorys_deadline(tokenizer: Any, code: Any) -> None:
+    loop = make_loop(tokenizer, ["a"], loop=code("hanging"), timeout_s=0.5)
+    async with asyncio.timeout(30):
+        t = await loop.run(PROBLEM, 0)
+    assert t.finish_reason is FinishReason.INFRASTRUCTURE and t.user_error == "TimeoutError"
+    assert "mine.py:hanging did not end within rollout.trajectory_timeout_s: " in t.error and ", in hanging: " in t.error
 
 
 async def test_a_cancelled_trajectory_stays_cancelled(tokenizer: Any, code: Any) -> None:
