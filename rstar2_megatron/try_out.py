@@ -71,7 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             limits = {"environment_timeout_s": words.timeout_s, "environment_settings": words.settings}
             loops = TurnLoops(AgentLoopSettings.model_validate({kind: code, **limits}))
             return asyncio.run(_try_turns(loops, words.args, words.extra))
-        read_as = " (read as a tool: a reward has the parameters problem and trajectory, or verl's)"
+        read_as = (
+            " (read as a tool: a reward has the parameters problem and trajectory, or verl's; losses, advantages, rules and "
+            "rows are tried before a run starts)"
+        )
         settings = OwnToolSettings(use=code, settings=words.settings, timeout_s=words.timeout_s)
         tool = OwnTool(settings, AgentLoopSettings())
     except ValueError as error:
@@ -83,15 +86,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _loop_kind(code: Any) -> str:
-    """environment, loop, or ""."""
-    if inspect.isclass(code) and hasattr(code, "reset") and hasattr(code, "step"):
+    """environment, loop, or "". Also of what is none yet, so that the refusal says what is missing."""
+    if hasattr(code, "reset") and hasattr(code, "step"):
         return "environment"
-    if not inspect.iscoroutinefunction(code):
+    if inspect.isclass(code) or not callable(code):
         return ""
     parameters = list(inspect.signature(code).parameters.values())
     names = [known_as(one, ["dialogue"]) for one in parameters]
-    second_is_untyped = names[0:1] == ["problem"] and [one.annotation for one in parameters[1:]] == [inspect.Parameter.empty]
-    return "loop" if "dialogue" in names or second_is_untyped else ""  # a tool's parameters have types
+    untyped = [one.annotation for one in parameters[1:]] == [inspect.Parameter.empty]  # a tool's parameters have types
+    is_loop = inspect.iscoroutinefunction(code) and names[0:1] == ["problem"] and untyped
+    return "loop" if is_loop or "dialogue" in names else ""
 
 
 class _Turns:

@@ -154,6 +154,28 @@ def test_what_is_no_tool(reference: str, words: str, capsys: pytest.CaptureFixtu
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("class f:\n    def __call__(self, problem, trajectory): return 1", "it is a class; make an instance, `name = f(...)`"),
+        ("def f(problem, dialogue): return 1", "f is no async function; a loop is `async def loop(problem, dialogue)`"),
+        ("async def f(problem, dialogue): yield 1", "f is no async function; a loop is `async def loop(problem, dialogue)`"),
+        (
+            "class Game:\n    def reset(self, problem): ...\n    def step(self, text): ...\nf = Game()",
+            "f is a Game; an environment is a class with reset(problem) and step(text)",
+        ),
+        ("def f(problem, row): return 1", "parameter 'row' of own.py:f has no type; write e.g. `row: str`"),
+        ("def f(problem, trajectory, scale): return 1", "and reward.arguments={}: missing a required argument: 'scale'"),
+    ],
+)
+def test_what_is_nearly_one_of_them_is_told_so(
+    text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own.py").write_text(text)
+    assert main([f"{tmp_path}/own.py:f"]) == 2
+    assert words in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("parameters", ["row: Problem, rollout: 'Trajectory'", "solution_str, ground_truth"])
 def test_a_reward_by_its_parameters(parameters: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = "from rstar2_megatron.trajectory import Problem, Trajectory\n"

@@ -81,11 +81,11 @@ class TraceEngine:
     async def recover(self) -> None:
         await self.engine.recover()
 
-    async def abort(self, owner: object) -> None:
-        await self.engine.abort(owner)
+    def abort(self, owner: object) -> None:
+        self.engine.abort(owner)
 
-    async def abort_all(self) -> None:
-        await self.engine.abort_all()
+    def abort_all(self) -> None:
+        self.engine.abort_all()
 
 
 def call_text(program: str) -> str:

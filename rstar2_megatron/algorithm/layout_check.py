@@ -95,7 +95,7 @@ def check_layouts(loss: PolicyLoss, algorithm: AlgorithmSettings | None = None) 
     """Compare losses and gradients of one batch, whole and split into micro-batches and over context-parallel ranks.
 
     loss: a function as `algorithm.policy_loss` names it. algorithm: its settings; None: the defaults.
-    Raises ValueError with the first layout that differs, in float64 by more than rounding.
+    Raises ValueError with the first layout that differs by more than rounding in float32, in which the actor's tensors are.
     """
     settings = algorithm or AlgorithmSettings.model_validate(
         {
@@ -121,7 +121,7 @@ def check_layouts(loss: PolicyLoss, algorithm: AlgorithmSettings | None = None) 
                 "tokens.sequence_sum is called on one context-parallel rank and not on another; call it whatever the tokens are"
             ) from None
         for what, ours, theirs in zip(("loss", "gradient"), whole, split, strict=True):
-            if not torch.allclose(ours, theirs, rtol=1e-9, atol=1e-12):
+            if not torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5):
                 token = int((ours - theirs).abs().argmax())
                 raise ValueError(
                     f"the {what} of a token is {ours[token]:.6g} with all sequences in one micro-batch, {theirs[token]:.6g} in "
@@ -142,11 +142,11 @@ def _trial(algorithm: AlgorithmSettings) -> dict[str, Tensor]:
     logprobs = old + 0.5 * torch.randn(sum(_LENGTHS), generator=generator, dtype=torch.float64)
     logprobs[::5] = old[::5]  # as all are in the first update of a step
     return {
-        "logprobs": logprobs,
-        "old_logprobs": old,
-        "rollout_logprobs": old + 0.01,
-        "advantages": advantages,
-        "entropy": -old,
+        "logprobs": logprobs.float(),
+        "old_logprobs": old.float(),
+        "rollout_logprobs": (old + 0.01).float(),
+        "advantages": advantages.float(),
+        "entropy": -old.float(),
         "sequence": torch.arange(len(_LENGTHS)).repeat_interleave(lengths),
         "position": position,
     }

@@ -48,14 +48,13 @@ class OwnReward:
         fault = _misfit(self.function, signature, self._given if self.is_verls else None, self.arguments)
         if fault:
             raise UserCodeError(
-                f"{code.label}{signature} cannot be called with (problem, trajectory), nor with verl's ({', '.join(_VERL)})"
-                + (f", and reward.arguments={self.arguments}" if self.arguments else "")
-                + f": {fault}"
+                f"{code.label}{signature} cannot be called with (problem, trajectory), nor with verl's ({', '.join(_VERL)}), "
+                f"and reward.arguments={self.arguments}: {fault}"
             )
 
     def __call__(self, problem: Problem, trajectory: Trajectory) -> Any:
-        """What the function returns, or its awaitable. It may change the problem: it gets a copy."""
-        problem = copy.deepcopy(problem)
+        """What the function returns, or its awaitable. It may change both, which are copies."""
+        problem, trajectory = copy.deepcopy((problem, trajectory))
         if not self.is_verls:
             return self.function(problem, trajectory, **self.arguments)
         row = verl_columns(problem)
@@ -99,9 +98,9 @@ class OwnReward:
 
 
 def is_reward(function: Any) -> bool:
-    """By its parameters: verl's, or a trajectory by name or type, which no tool has."""
+    """By its parameters: verl's, or a trajectory by name or type, which no tool has. Also of a class, of which none is made."""
     try:
-        parameters = inspect.signature(function).parameters.values()
+        parameters = inspect.signature(function.__call__ if inspect.isclass(function) else function).parameters.values()
     except (TypeError, ValueError):
         return False
     return bool({"trajectory", "solution_str"} & {known_as(one, ["trajectory"]) for one in parameters})

@@ -7,7 +7,6 @@ only to find tool calls. A trajectory can be parked at any token and resumed lat
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -170,11 +169,10 @@ class AgentLoop:
             self.stats.finish(trajectory)
         return trajectory
 
-    async def preempt(self, preemption: Preemption) -> None:
+    def preempt(self, preemption: Preemption) -> None:
         """Park the trajectory that runs with `preemption` and keep its tokens. A running tool call is finished first."""
         preemption.asked = True
-        with contextlib.suppress(EngineLost, EngineError):  # the turn has already ended
-            await self.engine.abort(preemption)
+        self.engine.abort(preemption)
 
 
 @dataclass(eq=False)

@@ -71,7 +71,7 @@ class Dialogue:
         self._loops_calls = False  # the loop made calls of its own since the last turn
         self._counts = list(self._trajectory.calls_per_turn)
         self._over = False
-        self._running = False  # a turn or calls are under way
+        self._running: asyncio.Future[Any] | None = None  # a turn or calls are under way
 
     # ------------------------------------------------------------------------------------ for loops
 
@@ -214,8 +214,15 @@ class Dialogue:
     def _misused(self, what: str) -> UserCodeError:
         """It ends the dialogue too, because a loop may catch it and go on as before."""
         error = UserCodeError(f"{self._label}: {what}")
-        self._over, self.failure = True, self.failure or error
+        self.failure = self.failure or error
+        self.close()
         return error
+
+    def close(self) -> None:
+        """Nothing more is generated or called, also by tasks of the loop that go on behind its end."""
+        self._over = True
+        if self._running is not None:
+            self._running.cancel()  # which aborts its request
 
     async def _begin(self) -> None:
         if self._over:
@@ -226,7 +233,7 @@ class Dialogue:
     def _check_over(self) -> None:
         if self._over:
             raise Left
-        if self._running:  # two at once would write into one another's tokens
+        if self._running is not None:  # two at once would write into one another's tokens
             raise self._misused("a turn or a call is still running; await it before what comes next")
 
     def _leave(self, ending: FinishReason | None) -> None:
@@ -236,11 +243,16 @@ class Dialogue:
 
     async def _below(self, work: Awaitable[T]) -> T:
         """Await work of the engine or the tools. Its failures end the loop, which cannot handle them."""
-        self._running = True
+        running = self._running = asyncio.ensure_future(work)
         try:
-            return await work
+            return await running
+        except asyncio.CancelledError:
+            if not self._over:
+                self._misused("a turn or a call was cancelled, by a timeout of the loop's own perhaps; it cannot be taken back")
+            raise
         except Exception as error:
             self._over, self.failure = True, error
             raise Left from error
         finally:
-            self._running = False
+            running.cancel()  # of a loop that was left meanwhile
+            self._running = None

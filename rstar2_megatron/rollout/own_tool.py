@@ -14,8 +14,8 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from types import SimpleNamespace
+from typing import Any, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError
@@ -33,9 +33,12 @@ from rstar2_megatron.tools import ToolSchema
 from rstar2_megatron.trajectory import Problem, ToolOutcome
 
 _PROBLEM = "problem"
-_NESTED = (list, dict, tuple, Union, UnionType)
-_PLAIN = (str, int, float, bool, dict, NoneType, Any, ...)
 _NAME = re.compile(r"[\w.-]+")  # OpenAI's, and the dots of a namespace
+_LISTED = re.compile(r"(?m)^( *(?:Args|Arguments|Params|Parameters)(?:( *: *)|\n *-{3,} *)$)")
+"""The header of a docstring's list of parameters: `Args:`, or NumPy's with a line below."""
+_ENTRY = re.compile(r" *[-*]* *(\w+(?: *, *\w+)*) *(?:\(.+?\))? *(?::|$) *(.*)")  # `x (int): what`, `- x: what`, `x, y : int`
+_FIELD = re.compile(r"(?ms)^ *[:@](?:param(?:eter)?|arg(?:ument)?)(?: [^:\n]+?)? (\w+) *: *(.+?)(?=^ *[:@]\w|^ *$|\Z)")
+_SECTION = re.compile(r"(?m)^ *(?:[:@]\w.*|(?:Returns|Yields|Raises|Examples?)(?::|\n *-{3,}) *$)")
 _IDLE_S = 3600.0  # state of a trajectory that went on elsewhere is closed after this time
 
 
@@ -65,19 +68,15 @@ class OwnTool(LimitedTool):
         # Of a class without such a method it is its constructor, which is no function.
         self._call = inspect.getattr_static(target, "__call__") if self.has_session else target
         name = getattr(target, "__name__", "")
-        name = getattr(target, "name", name) if self.has_session else name
-        if (
-            not callable(target)
-            or not (name and isinstance(name, str))
-            or (self.has_session and not inspect.isfunction(self._call))
-        ):
+        if not callable(target) or not name or (self.has_session and not inspect.isfunction(self._call)):
             kind = "class without __call__" if self.has_session else type(target).__name__
             raise UserCodeError(f"{label} is a {kind}; a tool is a function, or a class with __call__")
         if missing := sorted(getattr(target, "__abstractmethods__", ())):
             raise UserCodeError(f"{label} is an abstract class; write its {', '.join(missing)}")
         if fault := misfit_of_kind(self._call, may_await=True):
             raise UserCodeError(f"{label} cannot be called: {fault}")
-        if not _NAME.fullmatch(name):
+        name = getattr(target, "name", name) if self.has_session else name
+        if not (isinstance(name, str) and _NAME.fullmatch(name)):
             raise UserCodeError(f"{label} has the name {name!r}; a tool's name is of letters, digits, _, - and .")
         try:
             inspect.signature(target).bind(**given) if self.has_session else inspect.signature(target).bind_partial(**given)
@@ -96,14 +95,13 @@ class OwnTool(LimitedTool):
         hidden = [*self._takes_problem, *([] if self.has_session else given)]
         shown = {n: one for n, one in parameters.items() if n not in hidden}
         self._adapters: dict[str, TypeAdapter[Any]] = {}
-        by_pydantic: dict[str, dict[str, Any]] = {}
+        properties: dict[str, dict[str, Any]] = {}
         for n, one in shown.items():
             if one.annotation is one.empty:
                 raise UserCodeError(f"parameter {n!r} of {label} has no type; write e.g. `{n}: str`")
             try:
                 self._adapters[n] = TypeAdapter(one.annotation)
-                if not _is_plain(one.annotation):
-                    by_pydantic[n] = self._adapters[n].json_schema()
+                properties[n] = _nullable(self._adapters[n].json_schema())
             except (PydanticSchemaGenerationError, PydanticInvalidForJsonSchema):
                 raise UserCodeError(f"parameter {n!r} of {label} has the type {one.annotation}, which no JSON fits") from None
             except Exception as error:  # pydantic runs code of the types, which may be the user's
@@ -114,7 +112,8 @@ class OwnTool(LimitedTool):
                     f"parameter {n!r} of {label} has a Field in place of its default; write "
                     f"`{n}: Annotated[{_shown(one.annotation)}, Field(...)]`, and behind it `= ` and the default, if it has one"
                 )
-        super().__init__(_schema(label, name, inspect.getdoc(self._call), shown, by_pydantic), settings, agentloop)
+        called = f"__call__ of {label}" if self.has_session else label
+        super().__init__(_schema(called, name, self._call.__doc__, shown, properties), settings, agentloop)
         self._states: dict[str, _State] = {}
 
     # ------------------------------------------------------------------------------------------ one call
@@ -207,7 +206,10 @@ def _parameters(label: str, function: Callable[..., Any], *, method: bool) -> di
     """Parameters with their types resolved. Raises UserCodeError for those that a call by name cannot fill."""
     try:
         parameters = inspect.signature(function).parameters
-        hints = get_type_hints(function, include_extras=True)  # a Field of Annotated has limits and a description
+        inner = inspect.unwrap(function)
+        written = {n: kind for n, kind in inner.__annotations__.items() if n != "return"}  # which may name what is not imported
+        # A Field of Annotated has limits and a description.
+        hints = get_type_hints(SimpleNamespace(__annotations__=written), inner.__globals__, include_extras=True)
     except Exception as error:  # annotations that are texts are run
         raise UserCodeError(f"the parameters of {label} cannot be read: {error}") from error
     found = {}
@@ -250,28 +252,39 @@ def _shown(annotation: Any) -> str:
     return annotation.__name__ if inspect.isclass(annotation) else str(annotation)
 
 
-def _is_plain(annotation: Any) -> bool:
-    """Whether transformers knows the type; of an Enum, a date or a bare list it would say that it is an object."""
-    kind = get_origin(annotation)
-    return annotation in _PLAIN or kind is Literal or (kind in _NESTED and all(map(_is_plain, get_args(annotation))))
+def _nullable(form: dict[str, Any]) -> dict[str, Any]:
+    """The schema of `X | None` as that of X with `nullable`, so that the type of a call's argument is checked."""
+    kinds = form.get("anyOf", [])
+    others = [kind for kind in kinds if kind != {"type": "null"}]
+    if len(kinds) != 2 or len(others) != 1 or "type" not in others[0]:
+        return form
+    return {**others[0], "nullable": True, **{key: value for key, value in form.items() if key != "anyOf"}}
 
 
-def _on_one_line_each(doc: str) -> str:
-    """A docstring up to its `Args:`, and each entry of these on one line.
-
-    transformers takes a line of a description that begins with a word and a colon for an entry, and a further section as well.
-    """
-    before, header, behind = [*re.split(r"(?m)(^ *Args: *$)", doc, maxsplit=1), "", ""][:3]
-    entries: list[str] = []
+def _described(doc: str) -> tuple[str, dict[str, str]]:
+    """(what the tool does, what each parameter is), of a docstring in Google's, NumPy's or Sphinx's style."""
+    if len(parts := _LISTED.split(doc, maxsplit=1)) == 1:
+        fields = {name: " ".join(text.split()) for name, text in _FIELD.findall(doc)}
+        return _SECTION.split(doc, maxsplit=1)[0].strip(), fields
+    before, header, is_google, behind = parts
+    entries: list[list[str]] = []  # first line, and those that belong to it
     for line in filter(str.strip, behind.splitlines()):
         depth = _depth(line)
-        if depth <= _depth(header):
+        if is_google and depth <= _depth(header):
             break
-        if entries and depth > _depth(entries[0]):
-            entries[-1] += f" {line.strip()}"
+        if not is_google and set(line.strip()) == {"-"}:  # below the name of NumPy's next section
+            del entries[-1:]
+            break
+        if entries and depth > _depth(entries[0][0]):
+            entries[-1].append(line.strip())
         else:
-            entries.append(line)
-    return "\n".join([before + header, *entries])
+            entries.append([line])
+    found: dict[str, str] = {}
+    for first, *more in entries:
+        if entry := _ENTRY.match(first):
+            said = [entry[2], *more] if is_google else more  # behind NumPy's colon stands the type
+            found |= dict.fromkeys(re.split(r" *, *", entry[1]), " ".join(filter(None, said)))
+    return before.strip(), found
 
 
 def _depth(line: str) -> int:
@@ -279,37 +292,19 @@ def _depth(line: str) -> int:
 
 
 def _schema(
-    label: str,
-    name: str,
-    doc: str | None,
-    parameters: Mapping[str, inspect.Parameter],
-    by_pydantic: Mapping[str, dict[str, Any]],
+    label: str, name: str, doc: str | None, parameters: Mapping[str, inspect.Parameter], properties: dict[str, dict[str, Any]]
 ) -> ToolSchema:
-    """by_pydantic: schemas of the parameters whose types transformers does not know; one may describe its parameter itself."""
-    # Here: transformers takes seconds, which runs without own tools do not need.
-    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException, get_json_schema
-
-    if not doc:
+    """properties: the JSON schema of each parameter, which a Field or a class may describe."""
+    does, about = _described(inspect.cleandoc(doc or ""))
+    if not does:
         raise UserCodeError(f"{label} has no docstring; write what the tool does, and under `Args:` what each parameter is")
-    doc = re.sub(r"(?m)^(\s*\w+) \(.+?\):", r"\1:", _on_one_line_each(doc))  # `x (int): what it is`
-    own_words = [n for n, kind in by_pydantic.items() if "description" in kind and not re.search(rf"(?m)^\s+{n}:", doc)]
-    listed = {n: one for n, one in parameters.items() if n not in own_words}
-
-    def described() -> None: ...
-
-    described.__name__, described.__doc__ = name, doc
-    described.__annotations__ = {n: Any if n in by_pydantic else one.annotation for n, one in listed.items()}
-    described.__signature__ = inspect.Signature(list(listed.values()))  # type: ignore[attr-defined]
-    try:
-        schema: ToolSchema = get_json_schema(described)
-    except DocstringParsingException as error:
-        missing = next((n for n in parameters if f"'{n}'" in str(error)), "")
-        raise UserCodeError(f"the docstring of {label} has no line `{missing}: what it is` under `Args:`") from None
-    except (TypeHintParsingException, ValueError) as error:
-        said = " ".join(str(part) for part in error.args)
-        raise UserCodeError(f"{label} has a parameter whose type is no JSON: {said}") from None
-    form = schema["function"]["parameters"]
-    form["properties"] = {n: by_pydantic.get(n, {}) | form["properties"].get(n, {}) for n in parameters}
+    for n, one in parameters.items():
+        in_type = [text for text in getattr(one.annotation, "__metadata__", ()) if isinstance(text, str)]
+        said = about.get(n) or " ".join(in_type) or properties[n].get("description")
+        if not said:
+            raise UserCodeError(f"the docstring of {label} has no line `{n}: what it is` under `Args:`")
+        properties[n]["description"] = said
+    form: dict[str, Any] = {"type": "object", "properties": properties}
     if needed := [n for n, one in parameters.items() if one.default is one.empty]:
         form["required"] = needed
-    return schema
+    return {"type": "function", "function": {"name": name, "description": does, "parameters": form}}

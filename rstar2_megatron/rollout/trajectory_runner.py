@@ -6,14 +6,14 @@ Every trajectory has its own deadline, and requests for work run concurrently wi
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import faulthandler
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from rstar2_megatron.records.trace import TRACE
 from rstar2_megatron.rollout.agent_loop import AgentLoop, Preemption
-from rstar2_megatron.rollout.engine.protocol import EngineError, EngineLost, EngineReport
+from rstar2_megatron.rollout.engine.protocol import EngineLost, EngineReport
 from rstar2_megatron.rollout.scheduling.admission_queue import AdmissionQueue, WaitingTrajectory
 from rstar2_megatron.rollout.scheduling.work_queue import Slice
 from rstar2_megatron.trajectory import FinishReason, Trajectory
@@ -23,6 +23,8 @@ OnTrajectory = Callable[[Slice, Trajectory], Awaitable[None]]
 OnEngineGone = Callable[[str], Awaitable[None]]
 
 _Key = tuple[int, int]  # group, rollout index
+_HELD_S = 60.0
+"""After which the log shows where async code of the user holds up the event loop, which no deadline can interrupt."""
 
 
 class TrajectoryRunner:
@@ -50,7 +52,7 @@ class TrajectoryRunner:
         self._next_work = next_work
         self._on_trajectory = on_trajectory
         self._on_engine_gone = on_engine_gone
-        self._tasks: set[asyncio.Task[None]] = set()  # trajectories, a request for work, preemptions
+        self._tasks: set[asyncio.Task[None]] = set()  # trajectories, a request for work
         self._preemptions: dict[_Key, Preemption] = {}  # by running trajectory
         self._lengths: dict[_Key, int] = {}  # last known lengths of running trajectories, in tokens
         self.responses: dict[_Key, int] = {}
@@ -66,6 +68,7 @@ class TrajectoryRunner:
         self._evictions_seen = loop.stats.retractions
 
     async def run(self) -> None:
+        self._still_runs()
         try:
             while True:
                 if self.loop.engine_gone:
@@ -80,7 +83,13 @@ class TrajectoryRunner:
                 if self._failure is not None:
                     raise self._failure
         finally:
+            self._next_sign.cancel()
+            faulthandler.cancel_dump_traceback_later()
             await self._cancel()
+
+    def _still_runs(self) -> None:
+        faulthandler.dump_traceback_later(_HELD_S, file=2)  # into the log, unless the event loop comes here again before
+        self._next_sign = asyncio.get_running_loop().call_later(_HELD_S / 4, self._still_runs)
 
     @property
     def num_at_tool(self) -> int:
@@ -98,8 +107,7 @@ class TrajectoryRunner:
         for waiting in self.queue.withdraw():
             if parked := waiting.work.parked.get(waiting.key[1]):  # preempted, or carried and not restarted yet
                 await self._hand_back(waiting.work, parked)
-        with contextlib.suppress(EngineLost, EngineError):  # a lost engine runs nothing
-            await self.loop.engine.abort_all()
+        self.loop.engine.abort_all()  # waits for no answer: an engine that gives none would hold the phase's end
 
     async def _give_back(self) -> None:
         """Return all waiting work after the engine's loss. Each running trajectory is returned when it sees the loss."""
@@ -131,7 +139,7 @@ class TrajectoryRunner:
         self._evictions_seen = stats.retractions
         for key in self.queue.budget.preempt():
             assert isinstance(key, tuple)
-            self._watch(self.loop.preempt(self._preemptions[key]))
+            self.loop.preempt(self._preemptions[key])
         self._wake.set()  # the budget may have room now
 
     # ------------------------------------------------------------------------------------------- work

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import functools
@@ -16,12 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from rstar2_megatron.extension.positional import misfit_of_kind
+from rstar2_megatron.extension.positional import misfit, misfit_of_kind
 from rstar2_megatron.extension.user_code import UserCode, UserCodeError, is_cancelled
 from rstar2_megatron.rollout.dialogue import Dialogue, Left
 from rstar2_megatron.rollout.user_call import TookTooLong, UserThread, call_user
 from rstar2_megatron.settings.schema import AgentLoopSettings
 from rstar2_megatron.trajectory import FinishReason, Problem
+
+_GRACE_S = 1.0  # behind the trajectory's deadline, at which engine and tools end themselves
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,10 @@ class TurnLoop:
         except Left:
             if dialogue.failure is not None:
                 raise dialogue.failure from None
+        finally:
+            dialogue.close()
+        if dialogue.ending is FinishReason.ANSWERED and not dialogue.num_turns:
+            raise UserCodeError(f"{self.label}: the loop ended without a turn; it awaits dialogue.generate()")
         if dialogue.reward is not None:
             return _finite(dialogue.reward, f"{self.label}: the loop")
         cut = dialogue.ending not in (None, FinishReason.ANSWERED)
@@ -79,7 +86,7 @@ class TurnLoops:
         environment = await user.call(self._target, **self._settings.environment_settings)
         try:
             observation = await user.call(environment.reset, problem)
-            if isinstance(observation, tuple):  # Gymnasium's (observation, info)
+            if isinstance(observation, tuple) and len(observation) == 2:  # Gymnasium's (observation, info)
                 observation = observation[0]
             words = "" if observation is None else user.text(observation, "reset")
             if words:
@@ -118,13 +125,20 @@ async def _play(user: _UsersCode, step: Callable[[str], Any], dialogue: Dialogue
 async def _own_loop(
     user: _UsersCode, loop: Callable[..., Coroutine[Any, Any, Any]], problem: Problem, dialogue: Dialogue
 ) -> None:
+    limit = asyncio.timeout(user.deadline + _GRACE_S - time.monotonic())
     try:
-        reward = await _until_ignored(loop(problem, dialogue), dialogue)
+        async with limit:
+            reward = await _until_ignored(loop(problem, dialogue), dialogue)
     except BaseException as error:
         if isinstance(error, BaseExceptionGroup) and error.subgroup(Left):  # of an asyncio.TaskGroup
             raise Left from error
         if isinstance(error, Left) or is_cancelled():
             raise
+        if dialogue.failure is not None:  # the first cause
+            raise Left from error
+        if limit.expired() and error.__cause__ is not None:
+            place = user.code.blame(error.__cause__)
+            raise UserCodeError(f"{user.label} did not end within rollout.trajectory_timeout_s: {place}") from error
         raise user.failed(error) from error
     if reward is not None and dialogue.ending is None:  # at a limit what it had earned before counts, whatever it catches
         dialogue.reward = reward
@@ -228,6 +242,8 @@ def _check_environment(code: UserCode, target: Any, settings: dict[str, Any]) ->
     made: Any = target
     _check_call(code, target, (), settings, "agentloop.environment_settings")
     _check_call(code, made.reset, (None, None), {}, "reset(problem)")
+    if "seed" in list(inspect.signature(made.reset).parameters)[:2]:  # as Gymnasium's, which gets no problem
+        raise UserCodeError(f"{code.label}: reset gets the problem in place of a seed; write reset(self, problem)")
     _check_call(code, made.step, (None, ""), {}, "step(text)")
     if callable(getattr(made, "close", None)):
         _check_call(code, made.close, (None,), {}, "close()")
@@ -236,7 +252,8 @@ def _check_environment(code: UserCode, target: Any, settings: dict[str, Any]) ->
 def _check_loop(code: UserCode, target: Any) -> None:
     if not inspect.iscoroutinefunction(target):
         raise UserCodeError(f"{code.label} is no async function; a loop is `async def loop(problem, dialogue)`")
-    _check_call(code, target, (None, None), {}, "(problem, dialogue)")
+    if fault := misfit(target, "problem, dialogue", may_await=True):
+        raise UserCodeError(f"{code.label} cannot be called with (problem, dialogue): {fault}")
 
 
 def _check_call(code: UserCode, function: Any, arguments: tuple[Any, ...], named: dict[str, Any], what: str) -> None:

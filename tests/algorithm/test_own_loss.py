@@ -106,6 +106,11 @@ def test_an_own_loss_is_loaded_with_the_names_of_its_values(tmp_path: Path) -> N
         ("return tokens.ratio, [1]", r"returned \[1\] as second value; return a dict of tensors \[n\] by name"),
         ("return tokens.ratio, {1: tokens.ratio}", r"returned \{1: .* as second value; return a dict of tensors \[n\] by name"),
         ("tokens.old_logprobs.sub_(1)\n    return -tokens.ratio", r"changed tokens.old_logprobs in place, .* a new tensor"),
+        ("return -tokens.ratio * (100 * tokens.ratio).exp()", r"returned -inf for a token of logprobs"),
+        (
+            "out = tokens.ratio.double()\n    m = tokens.ratio > 0\n    out[m] = tokens.ratio[m]\n    return out",
+            r"failed: .*own.py:4, in f: RuntimeError: Index put",
+        ),
         ("raise SystemExit(3)", r"failed: .*own.py:2, in f: SystemExit: 3"),
         ("return tokens.nothing", r"failed: .*own.py:2, in f: AttributeError: 'Tokens' object has no attribute 'nothing'"),
     ],
@@ -145,6 +150,14 @@ def test_a_rank_without_tokens_may_leave_values_out(tmp_path: Path) -> None:
 
 
 def test_a_loss_of_another_precision_passes() -> None:
+    """The tensors are float32, as torch's own are, so that those of a loss fit."""
+
+    def with_tensors_of_its_own(tokens: Tokens) -> torch.Tensor:
+        losses, chosen = torch.zeros(len(tokens.ratio)), tokens.advantages > 0
+        losses[chosen] = -tokens.ratio[chosen]
+        return losses
+
+    check_layouts(with_tensors_of_its_own)
     check_layouts(lambda tokens: (-tokens.ratio.detach() * tokens.advantages * tokens.logprobs).float().double())
     check_layouts(lambda tokens: (-tokens.ratio * tokens.advantages).float())
 

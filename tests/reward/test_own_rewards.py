@@ -101,6 +101,10 @@ def by_kind(problem, trajectory):
         case 3: return Grade(1.0, ["why"])
         case 4: return {"score": 1.0, "similarity": float("nan")}
 
+async def shortening(problem, trajectory):
+    trajectory.assistant_texts.pop()
+    return len(trajectory.tool_calls.pop().arguments)
+
 def no_arguments(): return 0.0
 def exact(prediction: str, target: str): return float(prediction == target)
 def swapped(trajectory, problem): return 0.0
@@ -256,6 +260,12 @@ async def test_what_a_function_returns_becomes_plain(make: Any) -> None:
     (t,) = await graded(make(function="mine.py:graded"), attempt())
     assert (t.reward, t.grade_detail, t.answer) == (0.5, "good", "42") and t.reward_terms == {"graded": 0.5, "x": 0.25}
     assert [type(v) for v in (t.reward, t.grade_detail, t.answer, t.reward_terms["x"])] == [float, str, str, float]
+
+
+async def test_an_async_function_may_change_the_trajectory(make: Any) -> None:
+    """It runs in the process whose trajectories are trained on."""
+    (t,) = await graded(make(function="mine.py:shortening"), attempt())
+    assert (t.reward, t.num_turns, len(t.tool_calls)) == (2.0, 2, 1)
 
 
 async def test_a_function_may_change_the_problem(make: Any) -> None:

@@ -177,8 +177,7 @@ def draw(points: list[Point], colour: Literal["red", "blue"], anything: Any = No
     ]
 
 
-async def test_types_that_transformers_does_not_know_are_described_by_pydantic(tokenizer, tmp_path: Path) -> None:
-    """transformers would tell the model that an Enum or a date is an object."""
+async def test_types_beyond_json_are_described_and_read(tokenizer, tmp_path: Path) -> None:
     code = """
 from datetime import date
 from enum import Enum
@@ -212,7 +211,7 @@ def play(tones: list[Tone], words: set[str], when: Optional[date] = None) -> str
     properties = loop.template.schemas[0]["function"]["parameters"]["properties"]
     assert [one["description"] for one in properties.values()] == ["Which.", "Words.", "The day."]
     assert properties["tones"]["$defs"]["Tone"]["enum"] == ["low", "high"] and properties["words"]["type"] == "array"
-    assert {"format": "date", "type": "string"} in properties["when"]["anyOf"]
+    assert properties["when"] == {"format": "date", "type": "string", "nullable": True, "description": "The day."}
 
 
 async def test_a_strict_type_is_read_from_json(tokenizer, tmp_path: Path) -> None:
@@ -253,6 +252,74 @@ def find(query: str, limit: int = 3) -> str:
     words = {name: one["description"] for name, one in function["parameters"]["properties"].items()}
     assert function["description"] == "Find passages."
     assert words == {"query": "Words to look for. Note: no operators. query: is not repeated.", "limit": "Most passages."}
+
+
+STYLES = {
+    "Google": """Args:
+        query (dict[str, int]): Words to
+            look for: all.
+        a:
+            Times.
+        b: Times.
+
+    Returns:
+        a: 7""",
+    "Google's other header": """Parameters:
+        query: Words to look for: all.
+        a (int): Times.
+        b (Optional[int], optional): Times.""",
+    "NumPy": """Parameters
+    ----------
+    query : str
+        Words to
+
+        look for: all.
+    a, b : int, optional
+        Times.
+
+    Returns
+    -------
+    str
+        a: 7""",
+    "NumPy without types": """Parameters
+    ----------
+    query
+        Words to look for: all.
+    a
+        Times.
+    b
+        Times.""",
+    "Sphinx": """:param query: Words to
+        look for: all.
+    :type query: str
+    :param int a: Times.
+    :param dict[str, int] b:
+        Times.
+    :returns: a: 7
+    :rtype: str""",
+    "with bullets": """Args:
+        - query (str): Words to look for: all.
+        * a: Times.
+        b: Times.""",
+    "Sphinx's other word": """:arg query: Words to look for: all.
+    :argument int a: Times.
+    :parameter b: Times.
+    :raises KeyError: never""",
+    "Epydoc": """@param query: Words to look for: all.
+    @param a: Times.
+    @param b: Times.
+    @return: a: 7""",
+}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_docstrings_of_every_style_describe_the_parameters(tmp_path: Path, style: str) -> None:
+    doc = f"Find passages.\n\n    Of any kind.\n\n    {STYLES[style]}\n    "
+    code = f"def find(query: str, a: int = 1, b: int = 2) -> str:\n    '''{doc}'''"
+    function = tools_of(settings_of(tmp_path, code, "own.py:find"))[0].schema["function"]
+    words = {name: one["description"] for name, one in function["parameters"]["properties"].items()}
+    assert function["description"] == "Find passages.\n\nOf any kind."
+    assert words == {"query": "Words to look for: all.", "a": "Times.", "b": "Times."}
 
 
 async def test_a_validator_that_fails_is_the_users_code(tokenizer, tmp_path: Path) -> None:
@@ -346,7 +413,7 @@ async def test_a_close_that_fails_is_told_and_drops_nothing(tokenizer, tmp_path:
 
 
 async def test_a_field_of_annotated_describes_and_limits_its_parameter(tokenizer, tmp_path: Path) -> None:
-    """As in tools for MCP; a line of the docstring comes before it. A bare list is an array, not transformers' object."""
+    """As in tools for MCP; a line of the docstring comes before it. A bare list is an array."""
     code = """
 from typing import Annotated
 from pydantic import BaseModel, Field
@@ -360,6 +427,7 @@ def draw(
     at: Point,
     colours: list = None,
     depth: Annotated[int, Field(le=9, description="Unused.")] = 1,
+    title: Annotated[str, "Above it."] = "",
 ):
     '''Draw.
 
@@ -381,7 +449,7 @@ def draw(
     ]
     form = loop.template.schemas[0]["function"]["parameters"]
     words = {name: one["description"] for name, one in form["properties"].items()}
-    assert words == {"width": "In pixels.", "at": "A place.", "colours": "Names.", "depth": "Bits."}
+    assert words == {"width": "In pixels.", "at": "A place.", "colours": "Names.", "depth": "Bits.", "title": "Above it."}
     assert form["required"] == ["width", "at"] and form["properties"]["width"]["minimum"] == 1
 
 
@@ -553,12 +621,21 @@ REFUSED = {
     "no type": ("def f(x):\n    '''F.'''", "f", "parameter 'x' of own.py:f has no type; write e.g. `x: str`"),
     "*args": ("def f(*words: str):\n    '''F.'''", "f", "takes `*words: str`, which no model can fill by name"),
     "unknown type": ("def f(x: 'Nowhere'):\n    '''F.'''", "f", "cannot be read: name 'Nowhere' is not defined"),
-    "odd type": ("def f(x: tuple[int]):\n    '''F.\n\n    Args:\n        x: X.\n    '''", "f", "whose type is no JSON: "),
     "a set of types": ("def f(x: 'set[type]'):\n    '''F.\n\n    Args:\n        x: X.\n    '''", "f", "which no JSON fits"),
     "a name with a space": (
         "class F:\n    name = 'my tool'\n    def __call__(self):\n        '''F.'''",
         "F",
         "has the name 'my tool'; a tool's name is of letters, digits, _, - and .",
+    ),
+    "no docstring of the call": (
+        "class F:\n    '''F.'''\n    def __call__(self): ...",
+        "F",
+        "__call__ of own.py:F has no docstring; write what the tool does",
+    ),
+    "a name that is a property": (
+        "class F:\n    @property\n    def name(self): return 'f'\n    def __call__(self):\n        '''F.'''",
+        "F",
+        "own.py:F has the name <property object",
     ),
     "no tool": ("f = 3", "f", "own.py:f is a int; a tool is a function, or a class with __call__"),
     "no __call__": ("class F:\n    '''F.'''", "F", "is a class without __call__"),
@@ -626,6 +703,12 @@ async def test_open_and_close_may_be_values_and_the_problem_optional(tokenizer, 
     )
     trajectory, _ = await run(tokenizer, settings_of(tmp_path, code, "own.py:Door"), call("Door"))
     assert outcomes(trajectory) == [("ok", '[true, "q"]')]
+
+
+def test_the_return_type_is_not_read(tmp_path: Path) -> None:
+    """Its module may be imported for type checkers alone."""
+    code = SEARCH.replace("list[str]:", "'pandas.DataFrame':")
+    assert tools_of(settings_of(tmp_path, code, "own.py:search"))[0].name == "search"
 
 
 def test_two_tools_of_one_name(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ async def test_parked_anywhere_and_resumed_gives_the_same_tokens(tokenizer, park
     task = asyncio.create_task(loop.run(PROBLEM, 0))
     await until_in(parked_in, engine, judge)
     loop.parking = True
-    await engine.abort_all()
+    engine.abort_all()
     judge.go.set()
     parked = await task
     parked.check()
@@ -94,7 +94,7 @@ async def test_preempted_anywhere_and_resumed_gives_the_same_tokens(tokenizer, p
     preemption = Preemption()
     task = asyncio.create_task(loop.run(PROBLEM, 0, preemption=preemption))
     await until_in(preempted_in, engine, judge)
-    await loop.preempt(preemption)
+    loop.preempt(preemption)
     judge.go.set()
     parked = await task
     parked.check()
@@ -141,7 +141,7 @@ async def test_new_weights_right_after_a_trajectory_has_come_through_ray_cost_it
     preemption = Preemption()
     task = asyncio.create_task(loop.run(PROBLEM, 0, preemption=preemption))
     await until_in("first turn", engine, WrittenJudge())
-    await loop.preempt(preemption)
+    loop.preempt(preemption)
     parked = await task
     assert len(parked.response_ids)
     for name in Trajectory.ARRAYS:

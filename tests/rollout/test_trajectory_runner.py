@@ -107,7 +107,7 @@ async def test_the_runner_requeues_what_it_preempts(tokenizer, ending: str) -> N
 
     runner = TrajectoryRunner(loop, AdmissionQueue(budget), next_work, ended)
     running = asyncio.create_task(runner.run())
-    while budget.running < 4:
+    while len(engine.seen) < 4:
         await asyncio.sleep(0)
     runner.observe(EngineReport(progress=0.0))
     while loop.stats.preemptions < 3:
@@ -241,3 +241,26 @@ async def test_the_same_problem_twice_makes_two_groups(tokenizer) -> None:
     budget = make_budget("static", 9000, 9)
     groups = [g async for g in run_groups(giver([PROBLEM, PROBLEM]), loop, budget, group_size=2)]
     assert [len(g.trajectories) for g in groups] == [2, 2]
+
+
+async def test_the_log_shows_which_loop_holds_up_the_worker(
+    tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """No deadline interrupts a loop that never awaits, and no other trajectory of the worker goes on."""
+    monkeypatch.setattr("rstar2_megatron.rollout.trajectory_runner._HELD_S", 0.2)
+    (tmp_path / "busy.py").write_text(
+        "import time\nasync def busy(problem, dialogue):\n    await dialogue.generate()\n    time.sleep(1.5)\n    return 1.0\n"
+    )
+    loop = make_loop(tokenizer, ["a"], loop=UserCode.model_validate(f"{tmp_path}/busy.py:busy"))
+    given = iter([[Slice(0, PROBLEM, [0])], None])
+    back: list[Trajectory] = []
+
+    async def next_work(room: int) -> list[Slice] | None:
+        return next(given)
+
+    async def ended(work: Slice, trajectory: Trajectory) -> None:
+        back.append(trajectory)
+
+    await TrajectoryRunner(loop, AdmissionQueue(KVBudget(20_000, 4)), next_work, ended).run()
+    said = capfd.readouterr().err
+    assert back[0].environment_reward == 1.0 and f'File "{tmp_path}/busy.py", line 4 in busy' in said

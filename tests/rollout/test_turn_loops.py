@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from tests.rollout.written import (
     ANSWER,
     PROBLEM,
     ParkableEngine,
+    WrittenEngine,
     WrittenJudge,
     assert_same_tokens,
     call,
@@ -60,6 +62,8 @@ class Faulty:
     def reset(self, problem):
         if self.how == "reset": raise LookupError("no such level")
         if self.how == "array": return __import__("numpy").zeros(3)
+        if self.how == "empty": return ()
+        if self.how == "three": return "board", {}, 0
     def step(self, text):
         if self.how == "raise": return {}["board"]
         if self.how == "hang": time.sleep(60)
@@ -100,6 +104,9 @@ class Closing(Game):
 class ClosesWith(Game):
     def close(self, problem): ...
 
+class Seeded(Game):
+    def reset(self, seed=None, options=None): return "", {}
+
 class NoStep:
     def reset(self, problem): ...
 
@@ -127,6 +134,28 @@ async def at_once(problem, dialogue):
 async def in_flight(problem, dialogue):
     flying = asyncio.create_task(dialogue.generate())
     await asyncio.sleep(0)
+async def beside(problem, dialogue):
+    flying = asyncio.create_task(dialogue.generate())
+    await asyncio.sleep(0.01)
+    try: await dialogue.generate()
+    except Exception: pass
+    await flying
+async def failing_beside(problem, dialogue):
+    await asyncio.gather(dialogue.generate(), failing(problem, None))
+async def impatient(problem, dialogue):
+    try:
+        await asyncio.wait_for(dialogue.generate(), 0.01)
+    except TimeoutError:
+        return 0.5
+async def impatient_twice(problem, dialogue):
+    try:
+        await asyncio.wait_for(dialogue.generate(), 0.01)
+    except TimeoutError:
+        await dialogue.generate()
+async def hanging(problem, dialogue):
+    await dialogue.generate()
+    await asyncio.Event().wait()
+async def mute(problem, dialogue): dialogue.generate().close()
 async def grateful(problem, dialogue):
     try:
         while True:
@@ -189,6 +218,7 @@ async def stubborn_in_tasks(problem, dialogue):
         except BaseException:
             pass
 def plain(problem, dialogue): ...
+async def swapped(dialogue, problem): ...
 class Abstract(abc.ABC):
     @abc.abstractmethod
     def reset(self, problem): ...
@@ -226,7 +256,7 @@ class ParksAt(ParkableEngine):
     async def generate(self, input_ids: list[int], sampling: dict[str, Any], **about: Any) -> GenerateResult:
         if len(self.seen) + 1 == self.stop:
             self.loop.parking = True
-            await self.abort_all()
+            self.abort_all()
         return await super().generate(input_ids, sampling, **about)
 
 
@@ -390,6 +420,8 @@ async def test_an_environment_is_closed_when_its_trajectory_ends_or_is_interrupt
     [
         ("reset", "LookupError", "in reset: LookupError: no such level"),
         ("array", "UserCodeError", "reset returned an observation of type ndarray, not a text"),
+        ("empty", "UserCodeError", "reset returned an observation of type tuple, not a text"),
+        ("three", "UserCodeError", "reset returned an observation of type tuple, not a text"),
         ("raise", "KeyError", "in step: KeyError: 'board'"),
         ("hang", "TookTooLong", "step took longer than agentloop.environment_timeout_s=0.2"),
         ("two", "UserCodeError", "step returned tuple; it returns (observation, reward, done)"),
@@ -424,6 +456,7 @@ async def test_failures_of_an_environment_drop_with_the_reason(
         ("at_once", "a turn or a call is still running; await it before what comes next"),
         ("careless", "generate was called twice; append an answer"),
         ("in_flight", "a turn or a call is still running; await it before what comes next"),
+        ("mute", "the loop ended without a turn; it awaits dialogue.generate()"),
         ("failing", "in failing: KeyError: 'score'"),
         ("leaving", "in leaving: SystemExit: 3"),
         ("forgotten", "in forgotten: CancelledError"),
@@ -440,6 +473,67 @@ async def test_wrong_loops_are_told(tokenizer: Any, code: Any, name: str, said: 
     assert t.user_error  # else runner.user_code_errors knows nothing of it
 
 
+@dataclass
+class SlowEngine(WrittenEngine):
+    """Its turns do not end; notes those that are cancelled, which aborts their requests (`SupervisedEngine._ask`)."""
+
+    running: int = 0
+    cancelled: int = 0
+
+    async def generate(self, input_ids: list[int], sampling: dict[str, Any], **about: Any) -> GenerateResult:
+        self.running += 1
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            self.running, self.cancelled = self.running - 1, self.cancelled + 1
+            raise
+        raise AssertionError("it was not cancelled")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("at_once", "a turn or a call is still running"),
+        ("in_flight", "a turn or a call is still running"),
+        ("beside", "a turn or a call is still running"),
+        ("failing_beside", "in failing: AttributeError"),
+        ("impatient", "a turn or a call was cancelled"),
+        ("impatient_twice", "a turn or a call was cancelled"),
+    ],
+)
+async def test_nothing_is_generated_behind_the_end_of_a_loop(
+    tokenizer: Any, code: Any, name: str, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A request that went on would write into a trajectory that was handed over."""
+    loop = make_loop(tokenizer, ["a"], loop=code(name))
+    engine = loop.engine = SlowEngine(tokenizer, ["a"])
+    async with asyncio.timeout(30):
+        t = await loop.run(PROBLEM, 0)
+        assert t.finish_reason is FinishReason.INFRASTRUCTURE and said in t.error and t.user_error
+        await asyncio.sleep(0.05)
+    gc.collect()
+    assert not engine.running and not len(t.response_ids) and "never retrieved" not in caplog.text
+
+
+async def test_a_loop_that_awaits_for_ever_is_left_at_the_trajectorys_deadline(tokenizer: Any, code: Any) -> None:
+    loop = make_loop(tokenizer, ["a"], loop=code("hanging"), timeout_s=0.5)
+    async with asyncio.timeout(30):
+        t = await loop.run(PROBLEM, 0)
+    assert t.finish_reason is FinishReason.INFRASTRUCTURE and t.user_error == "TimeoutError"
+    assert "mine.py:hanging did not end within rollout.trajectory_timeout_s: " in t.error and ", in hanging: " in t.error
+
+
+async def test_a_cancelled_trajectory_stays_cancelled(tokenizer: Any, code: Any) -> None:
+    loop = make_loop(tokenizer, ["a"], loop=code("silent"))
+    engine = loop.engine = SlowEngine(tokenizer, ["a"])
+    task = asyncio.create_task(loop.run(PROBLEM, 0))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert engine.cancelled == 1
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -447,9 +541,11 @@ async def test_wrong_loops_are_told(tokenizer: Any, code: Any, name: str, said: 
         ({"environment": "Abstract"}, "is an abstract class; write its reset"),
         ({"environment": "Wrapped"}, "cannot be called with step(text): it wraps an async function and is none itself"),
         ({"environment": "checked"}, "is a function; an environment is a class"),
+        ({"environment": "Seeded"}, "reset gets the problem in place of a seed; write reset(self, problem)"),
         ({"environment": "ClosesWith"}, "cannot be called with close(): missing a required argument: 'problem'"),
         ({"environment": "Game", "environment_settings": {"level": 3}}, "unexpected keyword argument 'level'"),
         ({"loop": "plain"}, "is no async function"),
+        ({"loop": "swapped"}, "its parameters are named otherwise; name them (problem, dialogue), in this order"),
         ({"loop": "nosuch"}, "has no 'nosuch'"),
     ],
 )

@@ -68,10 +68,10 @@ class WrittenEngine:
     def is_aborted(self, owner: object) -> bool:
         return self.aborting.is_set() or owner in self.aborted
 
-    async def abort(self, owner: object) -> None:
+    def abort(self, owner: object) -> None:
         self.aborted.append(owner)
 
-    async def abort_all(self) -> None:
+    def abort_all(self) -> None:
         self.aborting.set()
 
     async def wait_until_ready(self) -> None:

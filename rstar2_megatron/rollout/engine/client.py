@@ -175,14 +175,14 @@ class EngineClient(SupervisedEngine):
                 self._on_tokens[rid](tokens)
         self.on_report(report)
 
-    async def abort(self, owner: object) -> None:
+    def abort(self, owner: object) -> None:
         """End the request of `owner`, if any. Its caller gets finish_reason `abort` and the tokens so far."""
         if (rid := self._owned.get(owner)) is not None:
-            await self._call("abort", {"rid": rid})
+            self._alive_child().post("abort", {"rid": rid})
 
-    async def abort_all(self) -> None:
+    def abort_all(self) -> None:
         """End every running request. Their callers get finish_reason `abort` and the tokens so far."""
-        await self._call("abort", {"rid": ""})
+        self._alive_child().post("abort", {"rid": ""})
 
     # ---------------------------------------------------------------------------------------- weights
 

@@ -148,7 +148,7 @@ async def test_deadline_aborts_the_request_only(engine: EngineClient) -> None:
 
 async def test_abort_all_gives_back_what_there_is(engine: EngineClient) -> None:
     tasks = await running(engine, [[i, 2, 3] for i in range(3)])
-    await engine.abort_all()
+    engine.abort_all()
     results = await asyncio.gather(*tasks)
     assert {r.finish_reason for r in results} == {"abort"}
     assert all(0 < len(r.logprobs) == len(r.token_ids) < ENDLESS["max_new_tokens"] for r in results)
@@ -215,7 +215,7 @@ async def test_memory_is_released_and_taken_again(engine: EngineClient, weights:
     tasks = await running(engine, [PROMPT])
     with pytest.raises(EngineError, match="1 calls under way"):
         await engine.release_memory()
-    await engine.abort_all()
+    engine.abort_all()
     await asyncio.gather(*tasks)
 
     await engine.release_memory()

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -20,8 +21,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from rstar2_megatron.rollout.engine.child import EngineChild
 from rstar2_megatron.rollout.engine.client import EngineClient
-from rstar2_megatron.rollout.engine.protocol import EngineError, EngineLost
+from rstar2_megatron.rollout.engine.protocol import EngineError, EngineLost, read_message
 from rstar2_megatron.services.process import listen
 from rstar2_megatron.weights.bucket import Bucket, buckets
 from rstar2_megatron.weights.checksum import weights_checksum
@@ -47,6 +49,23 @@ async def test_no_progress_is_a_loss_and_restarts_are_bounded(tiny_model: Path) 
             await engine.recover()
     finally:
         await engine.close()
+
+
+async def test_an_abort_waits_for_no_answer(tmp_path: Path) -> None:
+    """An engine that gives none would hold the end of a phase, for longer than the driver waits."""
+    settings, (ours, theirs) = settings_for(tmp_path), socket.socketpair()
+    client = EngineClient(settings, name="silent")
+    client._child = child = EngineChild(settings, {}, name="silent", log_path=None)
+    _, child._writer = await asyncio.open_unix_connection(sock=ours)
+    client._owned["a trajectory"] = "7"
+    client.abort("a trajectory")
+    client.abort("another one")
+    client.abort_all()
+    with contextlib.closing(theirs):
+        reader, writer = await asyncio.open_unix_connection(sock=theirs)
+        assert [(await read_message(reader))[1:] for _ in range(2)] == [["abort", {"rid": "7"}], ["abort", {"rid": ""}]]
+        writer.close()
+        await child.end()
 
 
 async def test_wrong_model_directory_fails_with_the_log(tmp_path: Path) -> None:

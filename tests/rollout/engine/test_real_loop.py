@@ -159,7 +159,7 @@ async def test_cells_share_a_live_interpreter_across_a_preemption(loop: AgentLoo
         engine.go.clear()
         while len(engine.seen) < 2:  # until the first cell has run
             await asyncio.sleep(0.01)
-        await cells.preempt(preemption)
+        cells.preempt(preemption)
         engine.go.set()
         parked = await asyncio.wait_for(task, 60)
         assert parked.finish_reason is None and parked.session and len(parked.tool_calls) == 1
