@@ -47,6 +47,9 @@ million billion trillion gross permille promille ppm dozens
         ("C_n^{2}", "\\binom n 2"),
         ("C_n^{k-1}", "C_{n} ^ { k - 1 }"),
         ("C_1^2", "C_{1} ^ 2"),
+        ("\\frac{90^\\circ}{4}", "\\frac { 90 \\deg } 4"),
+        ("3,05", "3.05"),
+        ("(3,05)", "( 3 , 05 )"),
     ],
 )
 def test_spelling(answer: str, spelled: str) -> None:
@@ -121,7 +124,7 @@ def test_choices(answer: str, letter: str, text: str) -> None:
     assert choice(spell(answer)) == (letter, text)
 
 
-@pytest.mark.parametrize("answer", ["(A) or (B)", "A, B", "(D) - 3", "D + 1", "2D", "D 42", "A) 7, C) 8", "x"])
+@pytest.mark.parametrize("answer", ["(A) or (B)", "A, B", "(D) - 3", "D + 1", "2D", "A: no", "D 42", "A) 7, C) 8", "x"])
 def test_no_choices(answer: str) -> None:
     assert choice(spell(answer)) is None
 
