@@ -119,7 +119,7 @@ class Comparison:
         if all(conditions) and _match(*conditions, lambda x, y: x[0] == y[0] and self.formulas(x[1], y[1], x[0])):
             return True
         (our_name, our_value), (their_name, their_value) = self.named(a), self.named(b)
-        if not their_name or not our_name:  # the other side gives values alone, in this one's order
+        if (not our_name) != (not their_name):  # the other side gives values alone, in this one's order
             our_value, their_value = self.named(a, as_written=True)[1], self.named(b, as_written=True)[1]
         unordered = any(name and " , " not in name and not _ROOTS.fullmatch(name) for name in (our_name, their_name))
         if our_name != their_name:
