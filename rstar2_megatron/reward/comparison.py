@@ -197,7 +197,8 @@ class Comparison:
             name, value = self.named(" , ".join(elements[:-1]))
             return name, f"{value} , {elements[-1]}"
         if len(elements) > 1:
-            named = [self.named(element) for element in elements]
+            labelled = [choice(element) or ("", "") for element in elements]  # A: 3, B: 1 is A = 3, B = 1
+            named = labelled if all(map(all, labelled)) else [self.named(element) for element in elements]
             reals = (named[0][0], "( - \\infty , \\infty )")
             if len(named) == 2 and named[0][0] == named[1][0] and reals in named and "or" not in joints:
                 return next((x for x in named if x != reals), reals)  # x \in \mathbb{R}, x \ne 0
@@ -210,7 +211,8 @@ class Comparison:
             out = [match[1] for x in elements if (match := re.fullmatch(rf"{_NAME} \\ne ({_SIDE})", x))]
             if "or" not in joints and names == {first} and len(out) == len(elements):  # x \ne 1, x \ne 2
                 return first, f"\\mathbb{{R}} \\setminus \\{{ {' , '.join(out)} \\}}"
-            if not first or not names <= {first, ""} or any(not name and _conditions(value) for name, value in named):
+            mixed = {"and", "or"} <= {*joints}
+            if not first or not names <= {first, ""} or mixed or any(not n and _conditions(value) for n, value in named):
                 return "", text
             ranges = [_parts(value)[0] in ("()", "(]", "[)", "[]", "cup", "without") and "," not in first for value in values]
             if joints[-1] == "or" and any(ranges):

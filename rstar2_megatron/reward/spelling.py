@@ -40,6 +40,7 @@ _GREEK_WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "theta", "lambda",
 _ALIASES = {other: token for token, others in _SAME.items() for other in others.split()}
 _POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 NUMBER_WORDS = "zero one two three four five six seven eight nine ten eleven twelve"
+_NUMBERS = NUMBER_WORDS.split()
 _PHRASES = {  # by the sign that an answer in words stands for
     sign: re.compile(words)
     for sign, words in {
@@ -48,7 +49,7 @@ _PHRASES = {  # by the sign that an answer in words stands for
         "\\infty": r"positive \\infty",
         "- \\infty": r"negative \\infty",
         "none": r"(?:it |(?:the )?limit )?does not exist|dne",
-        **{str(number): word for number, word in enumerate(NUMBER_WORDS.split())},
+        **{str(number): word for number, word in enumerate(_NUMBERS)},
     }.items()
 }
 
@@ -203,10 +204,7 @@ _IN_TOKENS: _Rules = [
     (re.compile(r"\\pmod \{ (\S+) \}"), r"\\pmod \1"),
     (re.compile(r"(.) \( (\w \\in \S+(?: \^ \S+)?) \)$"), r"\1 , \2"),
     (re.compile(rf"(?<=\d) {UPRIGHT}?({'|'.join(_POWERS)})(?!\S)"), lambda m: f" \\cdot 10 ^ {_POWERS[m[1]]}"),
-    (
-        re.compile(rf"_ \{{ {UPRIGHT}({'|'.join(NUMBER_WORDS.split())}) \}}$"),
-        lambda m: f"_{{{NUMBER_WORDS.split().index(m[1])}}}",
-    ),
+    (re.compile(rf"(?<=_ \{{ ){UPRIGHT}({NUMBER_WORDS.replace(' ', '|')})(?= \}}$)"), lambda m: str(_NUMBERS.index(m[1]))),
     (re.compile(r"^0(?=\d : [0-5]\d(?: |$))"), ""),
     (re.compile(r"^(\d\d?) (?:(?=[AP]M$)|\x01)([AaPp])(?: \.)? ?\x01?[Mm]$"), lambda m: f"{m[1]} {UPRIGHT}{m[2].lower()}m"),
     (re.compile(r"(: \d\d) \x01?([AaPp])(?: \.)? ?\x01?[Mm]$"), lambda m: f"{m[1]} {m[2].lower()}m"),
