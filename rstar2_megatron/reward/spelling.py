@@ -87,7 +87,7 @@ _ACCENT = r"\\(?:overline|bar|vec|hat|tilde|mathcal|mathbb)"
 _BASE = r"(?:[A-Za-z]|\\(?:alpha|beta|gamma|delta|theta|lambda|mu|sigma|phi|omega))"
 _ALONE = re.compile(rf"(?<!\\)\{{ (\w|(?!\\(?:frac|binom|{'|'.join(FUNCTIONS)}) )\\[a-z]+) \}}")
 _AROUND = re.compile(  # words before an answer; a full stop, a line's end, `only` or `for all x` behind it
-    r"^(?:\x01?(?:the|final|answer|option|choice|is) |[:=] )+|"
+    r"^(?:\x01?(?:the|final|correct|answer|option|choice|is) |[:=] )+|"
     r"(?: ?[.,]|(?<!\d) \x01?only| \\\\| (?:, \x01?all|\\forall) \x01?[a-z](?: \\in \S+)?)+$",
     re.IGNORECASE,
 )

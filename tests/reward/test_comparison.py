@@ -37,6 +37,7 @@ million billion trillion gross permille promille ppm dozens
         ("30^\\circ 15'", "( 121 / 4 ) \\deg"),
         ("0.1\\overline{6}", "( 1 / 6 )"),
         ("The answer is: \\text{(B)}", "( \x01B )"),
+        ("The correct answer is \\textbf{(B)}", "( \x01B )"),
         ("45\\text{ cm}^2", "45 \x01cm ^ 2"),
         ("x_1^{2}", "x_{1} ^ 2"),
         ("f( 2 )", "f(2)"),
