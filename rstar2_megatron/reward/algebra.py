@@ -29,6 +29,7 @@ _SIGNS = ("+", "-", "\\cdot", "/")
 _AFTER_TERM = frozenset(["", "+", "-", ",", "\\choose", "\\over", *_BRACKETS.values()])
 _SEVERAL = {"max": sympy.Max, "min": sympy.Min, "gcd": sympy.igcd, "lcm": sympy.ilcm}
 
+_DATE = re.compile(r"\d{4} - \d\d? - \d\d?|\d\d? - \d\d? - \d{4}")
 _DECIMAL_TOLERANCE = 5e-7  # relative, between a decimal of six digits and an irrational number
 _DIGITS = 30  # of the first comparison
 _MAX_DIGITS = 6000  # of the last: 1/1500! begins with 4114 zeros
@@ -68,6 +69,8 @@ class _Reader:
     def __init__(self, text: str) -> None:
         self.tokens: list[str] = []
         self.at = 0
+        if _DATE.fullmatch(text):
+            raise Unreadable("a date")
         for token in text.split():
             word = token.lstrip(UPRIGHT)
             before = self.tokens[-1] if self.tokens else "("
@@ -127,8 +130,8 @@ class _Reader:
             if token in ("\\cdot", "/"):
                 self.next()
                 other = self.sign() * self.factor()
-                if token == "/" and self.token not in _AFTER_TERM and self.token not in _SIGNS:
-                    raise Unreadable("a/bc")
+                if token == "/" and self.token not in _AFTER_TERM and self.token != "\\cdot":
+                    raise Unreadable("a/bc or a/b/c")
                 value = value * other if token == "\\cdot" else value / other
             elif (token[0] in "0123456789." and not self._ends(value)) or re.match(r"\{\d", "".join(self.tokens[self.at :])):
                 raise Unreadable("digits apart")

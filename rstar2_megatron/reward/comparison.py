@@ -25,7 +25,8 @@ _NAME = (  # x, \angle ABC, AB, \alpha, a_{n}, f(x), \text{cost}; \sin A, |AB|, 
     r"[a-z](?: : [a-z])+)"
 )
 _SIDE = r"(?:(?!\\[lg]e )[^<>=])+"
-_ROOTS = re.compile(r"(x|z|t|\\lambda)_\{\d\}(?: , \1_\{\d\})+")
+_ROOTS = re.compile(r"(x|z|t|\\lambda)_\{\d(?:\}(?: , \1_\{\d\})+|,2\})")  # x_{1} , x_{2} and x_{1,2}
+_COUNT = re.compile(r"C \( (\d+) , (\d+) \)|[CP] \( [kmnr] , \w \)")  # of n things
 _REWRITTEN = [  # one spelling for sets and inequalities: x \in and an interval
     (r"\\\{ (?:\w|\w \\in \\mathbb\{R\}) (?:\||:) (.+) \\\}", r"\1"),
     (r"\{ ((?!.*\\choose).*) \}", r"\1"),
@@ -47,7 +48,8 @@ _REWRITTEN = [  # one spelling for sets and inequalities: x \in and an interval
 ]
 
 _LETTER = f"{UPRIGHT}?([A-Z])"
-_CHOICE = re.compile(rf"(?:\( )?{_LETTER} ?(?:$|[).:](?: (.+)|$))")
+_JUDGED = "is|yes|no|not(?! enough)|none(?! of)|true|false|right|wrong|(?:in)?correct|(?:im)?possible|always|never|sometimes"
+_CHOICE = re.compile(rf"(?!{UPRIGHT}?[A-Z] ?: {UPRIGHT}?(?i:{_JUDGED})\b)(?:\( )?{_LETTER} ?(?:$|[).:](?: (.+)|$))")
 _NO_CHOICE = re.compile(rf"and |, |.*\bor\b|(?:.* )?{_LETTER} [).:]|{_LETTER}(?: ,|$)")
 _OPERATOR = re.compile(r"(?:[-+/^_=<>(\[|!',]|\\cdot|\\le|\\ge|\\ne|\\in|\\cup) ")
 _WORDS = re.compile(rf"(?:(?:{UPRIGHT}?[A-Za-z]+|[-'\".,])(?: |$))+")
@@ -63,7 +65,7 @@ _UNIT_RULES = [
     (r"(\w+) squared", r"\1 ^ 2"), (r"(\w+) cubed", r"\1 ^ 3"), ("squared|cubed", "?"), (r"(\w+) \^ -(?:1 |1$)", r"/ \1"),
     (r"(\w+) \^ -(\d)", r"/ \1 ^ \2"),
 ]  # fmt: skip
-_UNIT = re.compile(r"(?:%|[a-zA-Z]{2,}|[mghslcfnjvwa])(?: (?:/ )?(?:[a-zA-Z]{2,}|[mghslcfnjvwa])| \^ \d)*")
+_UNIT = re.compile(r"(?!\w+(?:[^e]ed|ly)$)(?:%|[a-zA-Z]{2,}|[mghslcfnjvwa])(?: (?:/ )?(?:[a-zA-Z]{2,}|[mghslcfnjvwa])| \^ \d)*")
 _SYMBOLS = {
     word: symbol
     for symbol, words in {
@@ -71,7 +73,7 @@ _SYMBOLS = {
         "yd": "yard", "mi": "mile", "mg": "milligram", "g": "gram", "kg": "kilogram", "lb": "pound", "ml": "milliliter",
         "l": "liter L", "s": "sec second", "min": "minute", "h": "hr hour", "deg": "degree \\deg", "c": "celsius C",
         "f": "fahrenheit F", "n": "newton N", "j": "joule J", "v": "volt V", "w": "watt W", "a": "ampere amp A", "hz": "hertz",
-        "oz": "ounce", "gal": "gallon", "yr": "year", "rad": "radian",
+        "dollar": "USD", "euro": "EUR", "oz": "ounce", "gal": "gallon", "yr": "year", "rad": "radian",
     }.items()
     for word in words.split()
 }  # fmt: skip
@@ -82,8 +84,9 @@ not nor to but if when than then more less most least only about around over und
 score half halve third quarter th st nd rd plus minus divided multiplied of mod modulo base factorial root infinity none no is
 are equal even odd other any all wrong right false true correct incorrect permille promille ppm kilo lakh crore
 pi bn doubled halved tripled quadrupled twice googol imaginary reciprocal opposite conjugate inverse power choose greater
-smaller larger excluded rejected reduced approximately rounded unknown exceeded impossible upward upwards
-wan remainder minimum maximum {NUMBER_WORDS}
+smaller larger times as excluded rejected reduced approximately rounded unknown exceeded impossible upward upwards
+wan remainder minimum maximum maybe perhaps almost unless because without except neither either both inclusive exclusive
+onwards something several few many couple double recurring repeating {NUMBER_WORDS}
 """
 _NO_UNITS = frozenset(_NO_UNIT_WORDS.split())
 _NUMERAL = re.compile(  # million, thirteen, fifty, and parts: eighths, thousandths
@@ -107,27 +110,29 @@ class Comparison:
             return ours[0] == theirs[0] and (not ours[1] or not theirs[1] or self.same(ours[1], theirs[1]))
         if (ours and ours[1]) or (theirs and theirs[1]):
             return self.same(ours[1] if ours else a, theirs[1] if theirs else b)
-        if "," in a + b and (letters := _letters(a)) and _letters(b):
-            return letters == _letters(b)
+        letters = (_letters(a), _letters(b)) if " " in a + b else ([], [])
+        if all(letters) or "or" in letters[0] + letters[1]:
+            return letters[0] == letters[1]
         if (words := _words(a)) or _words(b):
             return words == _words(b)
         conditions = _conditions(a), _conditions(b)
         if all(conditions) and _match(*conditions, lambda x, y: x[0] == y[0] and self.formulas(x[1], y[1], x[0])):
             return True
         (our_name, our_value), (their_name, their_value) = self.named(a), self.named(b)
-        if not their_name or not our_name:  # the other side gives values alone, in this one's order
+        if (not our_name) != (not their_name):  # the other side gives values alone, in this one's order
             our_value, their_value = self.named(a, as_written=True)[1], self.named(b, as_written=True)[1]
-        roots = _ROOTS.fullmatch(our_name), _ROOTS.fullmatch(their_name)
-        if roots[0] and not roots[1]:
-            our_name, our_value = roots[0][1], our_value.strip("() ")
-        if roots[1] and not roots[0]:
-            their_name, their_value = roots[1][1], their_value.strip("() ")
-        if our_name and their_name and our_name != their_name:
+        unordered = any(name and " , " not in name and not _ROOTS.fullmatch(name) for name in (our_name, their_name))
+        if our_name != their_name:
+            (our_name, our_value), (their_name, their_value) = map(_of_roots, (our_name, their_name), (our_value, their_value))
+        unordered = unordered or not {"or", "\\pm", "\\infty"}.isdisjoint(f"{our_value} {their_value}".split())
+        if unordered and {_parts(our_value)[0], _parts(their_value)[0]} == {",", "()"}:  # x = 1, 5 beside 1 < x < 5
+            return False
+        if our_name and their_name and our_name != their_name and {our_name, their_name} != {"y", "f(x)"}:
             return False
         return self.same(our_value, their_value) if (our_value, their_value) != (a, b) else self.same_parts(a, b)
 
     def same_parts(self, a: str, b: str) -> bool:
-        """Tuples in order; lists, sets and unions in any order; a list is like a tuple in its order, and like a set."""
+        """Tuples in order; lists, sets, unions and cases in any order; a list is like a tuple in its order, and like a set."""
         (kind, ours), (other, theirs) = _parts(a), _parts(b)
         kinds = {kind, other}
         if kinds == {""}:
@@ -139,6 +144,10 @@ class Comparison:
             if "{}" in kinds:
                 ours, theirs = self.distinct(ours), self.distinct(theirs)
             return _match(ours, theirs, self.same_elements)
+        if len(kinds) == 1 and kind.endswith("cases") and len(ours) == len(theirs) > 0:
+            width = len(ours) // int(kind.split()[0])
+            rows = [[part[at : at + width] for at in range(0, len(part), width)] for part in (ours, theirs)]
+            return _match(rows[0], rows[1], lambda x, y: len(x) == len(y) and all(map(self.same, x, y)))
         return (len(kinds) == 1 or kinds == {",", "()"}) and len(ours) == len(theirs) and all(map(self.same, ours, theirs))
 
     def same_values(self, a: str, b: str) -> bool:
@@ -153,7 +162,7 @@ class Comparison:
             a, b = a.removesuffix(f" {their_unit}"), b.removesuffix(f" {our_unit}")
         if our_unit and their_unit and our_unit != their_unit:
             return False
-        if {our_unit, their_unit} == {"", "deg"} and "\\pi" in f"{a} {b}":  # radians beside degrees
+        if {our_unit, their_unit} == {"", "deg"} and re.search(r"\\pi|\\deg", a + b):  # 45 \\deg beside \\pi / 4
             a, b = (f"( {text} ) \\deg" if unit else text for text, unit in ((a, our_unit), (b, their_unit)))
         x, y = (number(f"{text}/100" if unit == "%" else text) for text, unit in ((a, our_unit), (b, their_unit)))
         if x is not None and y is not None:
@@ -188,7 +197,8 @@ class Comparison:
             name, value = self.named(" , ".join(elements[:-1]))
             return name, f"{value} , {elements[-1]}"
         if len(elements) > 1:
-            named = [self.named(element) for element in elements]
+            labelled = [choice(element) or ("", "") for element in elements]  # A: 3, B: 1 is A = 3, B = 1
+            named = labelled if all(map(all, labelled)) else [self.named(element) for element in elements]
             reals = (named[0][0], "( - \\infty , \\infty )")
             if len(named) == 2 and named[0][0] == named[1][0] and reals in named and "or" not in joints:
                 return next((x for x in named if x != reals), reals)  # x \in \mathbb{R}, x \ne 0
@@ -201,7 +211,8 @@ class Comparison:
             out = [match[1] for x in elements if (match := re.fullmatch(rf"{_NAME} \\ne ({_SIDE})", x))]
             if "or" not in joints and names == {first} and len(out) == len(elements):  # x \ne 1, x \ne 2
                 return first, f"\\mathbb{{R}} \\setminus \\{{ {' , '.join(out)} \\}}"
-            if not first or not names <= {first, ""} or any(not name and _conditions(value) for name, value in named):
+            mixed = {"and", "or"} <= {*joints}
+            if not first or not names <= {first, ""} or mixed or any(not n and _conditions(value) for n, value in named):
                 return "", text
             ranges = [_parts(value)[0] in ("()", "(]", "[)", "[]", "cup", "without") and "," not in first for value in values]
             if joints[-1] == "or" and any(ranges):
@@ -214,6 +225,8 @@ class Comparison:
                 if inner := re.fullmatch(r"(. .+) ,( .+ .) \( - \\infty (, (.+) \) \\cup \( \4 ,) \\infty \)", in_order):
                     return first, f"{inner[1]} {inner[3]}{inner[2]}"
             return first, " , ".join(values)
+        if (count := _COUNT.fullmatch(text)) and (not count[1] or int(count[1]) >= int(count[2])):
+            return "", text  # C(5,2) is a number or a point
         for pattern, spelled in _REWRITTEN:
             if match := re.fullmatch(pattern, text):
                 return self.named(match.expand(spelled))
@@ -227,7 +240,7 @@ class Comparison:
         for name, value in ((sides[0], sides[-1]), (sides[-1], sides[0]))[: 1 + (signs == ["="])]:
             simple = re.fullmatch(rf"{_NAME}|\( {_NAME}(?: , {_NAME})* \)", name) and name not in value.split()
             if simple and (equal or signs == ["\\in"]):
-                return name.strip("() "), value
+                return name.removeprefix("( ").removesuffix(" )"), value
         return "", sides[-1] if equal and self.same(sides[0], sides[-1]) else text
 
 
@@ -279,6 +292,12 @@ def _parts(text: str) -> tuple[str, list[str]]:
     return ("," if len(readings) > 1 else ""), readings
 
 
+def _of_roots(name: str, value: str) -> tuple[str, str]:
+    """("x", "1 , 2") of the values of x_1 and x_2."""
+    match = _ROOTS.fullmatch(name)
+    return (match[1], value[2:-2] if " , " in name else value) if match else (name, value)
+
+
 def _gaps(sets: list[str]) -> list[str]:
     """The points that a union of open intervals leaves out of all numbers; empty where it leaves out more."""
     ends = [end for interval in sets if interval[:2] + interval[-2:] == "(  )" for end in _split(interval[2:-2], (",",))[0]]
@@ -327,7 +346,7 @@ def choice(text: str) -> tuple[str, str] | None:
     match = _CHOICE.fullmatch(text)
     if not match or _NO_CHOICE.match(rest := match[2] or ""):
         return None
-    formula = not text.lstrip("( ").startswith(UPRIGHT) and _OPERATOR.match(rest)
+    formula = _OPERATOR.match(rest) and (rest[0] == "/" or not text.lstrip("( ").startswith(UPRIGHT))
     return None if formula else (match[1], rest)
 
 
@@ -348,9 +367,11 @@ def is_product(word: str) -> bool:
 
 
 def _letters(text: str) -> list[str]:
-    """The choices of `ACD` and of `A, C and D`; empty for anything else."""
-    several = re.fullmatch(r"[A-H]{2,}|[A-H](?:(?: ,| and)+ [A-H])+", text.replace(UPRIGHT, ""))
-    return sorted(re.findall("[A-H]", text)) if several else []
+    """The choices of `ACD` and of `A, C and D`, and what leaves open which; empty for anything else."""
+    several = re.fullmatch(
+        r"[A-H]{2,}|[A-H](?:(?: ,| and| or)+ [A-H])+", re.sub(rf"{UPRIGHT}|\( (?=\S* \))|(?<=[A-H]) \)", "", text)
+    )
+    return sorted(re.findall(r"[A-H]|\bor\b", text)) if several else []
 
 
 def number(text: str) -> Fraction | None:

@@ -40,6 +40,7 @@ _GREEK_WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "theta", "lambda",
 _ALIASES = {other: token for token, others in _SAME.items() for other in others.split()}
 _POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 NUMBER_WORDS = "zero one two three four five six seven eight nine ten eleven twelve"
+_NUMBERS = NUMBER_WORDS.split()
 _PHRASES = {  # by the sign that an answer in words stands for
     sign: re.compile(words)
     for sign, words in {
@@ -47,8 +48,8 @@ _PHRASES = {  # by the sign that an answer in words stands for
         "\\mathbb{R}": r"(?:all |the )(?:reals|real numbers?)|real numbers",
         "\\infty": r"positive \\infty",
         "- \\infty": r"negative \\infty",
-        "none": r"(?:it |the limit )?does not exist|dne",
-        **{str(number): word for number, word in enumerate(NUMBER_WORDS.split())},
+        "none": r"(?:it |(?:the )?limit )?does not exist|dne",
+        **{str(number): word for number, word in enumerate(_NUMBERS)},
     }.items()
 }
 
@@ -60,13 +61,18 @@ _FORMATTING = re.compile(
     r"\\(?:left|right)\s*\.|\\(?:text)?color\s*\{\w+\}|\\(?:mathbf|mathit|boldsymbol|bm)(?![a-zA-Z])(?!\s*\{)|"
     r"\\(?:left|right|middle|[bB]ig{1,2}[lrm]?|displaystyle|textstyle|limits|q?quad|hfill|large|Large|small)(?![a-zA-Z])"
 )
-_PRIMES = re.compile(r"\^\s*\{?\s*((?:\\prime\s*|')+)\}?|\\prime(?![a-zA-Z])")
-_DEGREE = re.compile(r"\^\s*\{?\s*\\circ(?![a-zA-Z])\s*\}?|\\degree(?![a-zA-Z])")
+_PRIMES = re.compile(r"\^\s*(\{\s*)?((?:\\prime\s*|')+)(?(1)\})|\\prime(?![a-zA-Z])")
+_DEGREE = re.compile(r"\^\s*(\{\s*)?\\circ(?![a-zA-Z])(?(1)\s*\})|\\degree(?![a-zA-Z])")
 _ANGLE = re.compile(r"(\d+(?:\.\d+)?)\s*\\deg\s*(\d+(?:\.\d+)?)\s*'(?!')(?:\s*(\d+(?:\.\d+)?)\s*(?:''|\"))?")
 _REPEATING = re.compile(r"(?<![\d.])(\d{1,50})\.(\d{0,50})\s*((?:\\(?:overline|bar|dot)\s*(?:\{\s*\d{1,50}\s*\}|\d))+)")
 _PERIOD = re.compile(r"^(\s*-?\s*(?:\d{1,50}\.|0,)\d{0,50})\((\d{1,50})\)\s*$")  # 0.1(6)
-_DOTS = re.compile(r"\\dot\s*\{?\s*(\d)\s*\}?\s*(\d{0,50})\s*\\dot\s*\{?\s*(\d)\s*\}?")  # above the first and last digit
+_DOTS = re.compile(r"\\dot\s*\{?\s*(\d)\s*\}?\s*(\d{0,50})\s*\\dot\s*(\{\s*)?(\d)(?(3)\s*\})")  # above the first and last digit
 _THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(,|\{,\}|,\\!|\\[,;:]|\\ | |~)\d{3}(?:\1\d{3})*(?!\d|,\d)")
+_DECIMAL_COMMA = re.compile(  # where no list can be: none has 05 or -0 in it
+    r"(?<![\w.,])(?:0,0\d{1,50}|[1-9]\d{0,50},0\d|(?<=-)0,\d{1,50})(?![\d.,])|(\\(?:[dt]?frac|sqrt)\s*\{\s*\d+),(?=\d+\s*\})"
+)
+_PART = r"\s*(?:[-+]\s*)?(?:\d+(?:,(?:\d\d?|\d{4,}))?|\d+\.\d+|\\infty)\s*"
+_OF_TWO = re.compile(rf"[(\[]{_PART};{_PART}[)\]]")  # (0,5; 2)
 _POWER_OF_TEN = re.compile(
     r"(?<![\w.])(?:(\d+(?:\.\d+)?)e([+-]\d{2,3})|(1)e([+-]\d))(?![\w.^])"
 )  # as Python prints it: 1e3 may be 3e
@@ -75,13 +81,13 @@ _CHOOSE = re.compile(  # C_5^2; C_1^2 is a constant's square
 )
 _ARRANGE = re.compile(_CHOOSE.pattern.replace("C", "A"))  # A_5^2
 _CHOOSE_BEFORE = re.compile(
-    r"(?:\{\s*\})?[_^]\s*\{?\s*(\d+|n)\s*\}?\s*(?:\\mathrm\s*\{\s*C\s*\}|C)\s*_\s*\{?\s*(\w+)\s*\}?"
+    r"(?:\{\s*\})?[_^]\s*\{?\s*(\d+|n)\s*\}?\s*(?:\\mathrm\s*\{\s*C\s*\}|C)\s*_\s*(\{\s*)?(\w+)(?(2)\s*\})"
 )  # {}_5C_2
 _ACCENT = r"\\(?:overline|bar|vec|hat|tilde|mathcal|mathbb)"
 _BASE = r"(?:[A-Za-z]|\\(?:alpha|beta|gamma|delta|theta|lambda|mu|sigma|phi|omega))"
 _ALONE = re.compile(rf"(?<!\\)\{{ (\w|(?!\\(?:frac|binom|{'|'.join(FUNCTIONS)}) )\\[a-z]+) \}}")
 _AROUND = re.compile(  # words before an answer; a full stop, a line's end, `only` or `for all x` behind it
-    r"^(?:\x01?(?:the|final|answer|option|choice|is) |[:=] )+|"
+    r"^(?:\x01?(?:the|final|correct|answer|option|choice|is) |[:=] )+|"
     r"(?: ?[.,]|(?<!\d) \x01?only| \\\\| (?:, \x01?all|\\forall) \x01?[a-z](?: \\in \S+)?)+$",
     re.IGNORECASE,
 )
@@ -113,11 +119,16 @@ def _repeating(match: re.Match[str]) -> str:
     return f" ({value}) "
 
 
-def _thousands(match: re.Match[str]) -> str:
-    """The number without separators. In brackets a comma parts elements, unless a group begins with 0, as no element does."""
+def _inside(match: re.Match[str]) -> bool:
+    """Whether it is in brackets, where a comma parts elements."""
     before = match.string[: match.start()]
-    inside = sum(map(before.count, ("(", "[", "\\{"))) > sum(map(before.count, (")", "]", "\\}")))
-    return match.group() if match[1] == "," and inside and ",0" not in match.group() else re.sub(r"\D", "", match.group())
+    return sum(map(before.count, ("(", "[", "\\{"))) > sum(map(before.count, (")", "]", "\\}")))
+
+
+def _thousands(match: re.Match[str]) -> str:
+    """The number without separators. No element of a list begins with 0."""
+    parted = match[1] == "," and ",0" not in match.group() and _inside(match)
+    return match.group() if parted else re.sub(r"\D", "", match.group())
 
 
 def _angle(match: re.Match[str]) -> str:
@@ -148,24 +159,27 @@ _CHARACTERS_TO_TEX: _Rules = [
     (re.compile(r"(?<![A-Za-z\\])([ED])\s*\[\s*([XY]|\\xi|\\eta)\s*\]"), r"\1(\2)"),
     (_CHOOSE, r"\\binom{\1}{\2\3}"),
     (_ARRANGE, r"\\frac{(\1)!}{(\1-\2\3)!}"),
-    (_CHOOSE_BEFORE, r"\\binom{\1}{\2}"),
+    (_CHOOSE_BEFORE, r"\\binom{\1}{\3}"),
     (re.compile(r"\\overrightarrow"), r"\\vec"),
     (re.compile("(?<=[①-⑳])[, ]*(?=[①-⑳])"), ","),
     (re.compile("[α-ω]"), lambda m: f"\\{unicodedata.name(m[0]).split()[-1].lower()} "),
 ]
 _IN_TEX: _Rules = [
-    (_PRIMES, lambda m: (m[1] or "'").replace("\\prime", "'")),
+    (_PRIMES, lambda m: (m[2] or "'").replace("\\prime", "'")),
     (_PERIOD, lambda m: f"{m[1].replace(',', '.')}\\overline{{{m[2]}}}"),
-    (_DOTS, r"\\overline{\1\2\3}"),
+    (_DOTS, r"\\overline{\1\2\4}"),
     (_REPEATING, _repeating),
     (_THOUSANDS, _thousands),
     (re.compile(r"(?<=\d)\{,\}(?=\d)"), "."),  # 0{,}25
     (_FORMATTING, " "),
+    (_DECIMAL_COMMA, lambda m: m.group() if not m[1] and _inside(m) else m.group().replace(",", ".")),
+    (_OF_TWO, lambda m: m.group().replace(",", ".")),
     (_DEGREE, r"\\deg "),
     (_ANGLE, _angle),
 ]
 _IN_TOKENS: _Rules = [
     (_ALONE, r"\1"),
+    (re.compile(r"& (?=[=<>] )|(?<= [=<>]) &"), ""),
     (re.compile(r" [.,] (?=& |\\\\ |\\end)"), " "),
     (re.compile(r"(?<=& )(?:(?:,|\x01?if|\x01?when) )+"), ""),  # before the condition of a case
     (re.compile(r"(?<=[\w})/]) \\(min|sec)(?=\.?(?: /| ?\.|$))"), rf" {UPRIGHT}\1"),  # without an argument it is a unit
@@ -190,6 +204,8 @@ _IN_TOKENS: _Rules = [
     (re.compile(r"\\pmod \{ (\S+) \}"), r"\\pmod \1"),
     (re.compile(r"(.) \( (\w \\in \S+(?: \^ \S+)?) \)$"), r"\1 , \2"),
     (re.compile(rf"(?<=\d) {UPRIGHT}?({'|'.join(_POWERS)})(?!\S)"), lambda m: f" \\cdot 10 ^ {_POWERS[m[1]]}"),
+    (re.compile(rf"(?<=_ \{{ ){UPRIGHT}({NUMBER_WORDS.replace(' ', '|')})(?= \}}$)"), lambda m: str(_NUMBERS.index(m[1]))),
+    (re.compile(r"^0(?=\d : [0-5]\d(?: |$))"), ""),
     (re.compile(r"^(\d\d?) (?:(?=[AP]M$)|\x01)([AaPp])(?: \.)? ?\x01?[Mm]$"), lambda m: f"{m[1]} {UPRIGHT}{m[2].lower()}m"),
     (re.compile(r"(: \d\d) \x01?([AaPp])(?: \.)? ?\x01?[Mm]$"), lambda m: f"{m[1]} {m[2].lower()}m"),
 ]

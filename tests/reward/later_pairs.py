@@ -805,12 +805,12 @@ SPELLED_PAIRS: list[Row] = [
     ("x^{2/3}", [], ["x^{3/2}"]),
     ("\\log_2 8", [], ["\\log_8 2"]),
 ]
-REFUSED = [  # right answers that are not read: sums and limits, other ways to write n over k, words
-    ("5", "5\\text{元}"), ("12", "12_{\\text{ten}}"), ("2020", "\\text{year }2020"),
+REFUSED = [  # right answers that are not read: sums and limits, other ways to write n over k, words; `3 times`: of what?
+    ("5", "5\\text{元}"), ("3", "3\\text{ times}"), ("2020", "\\text{year }2020"),
     ("1\\text{ hour }30\\text{ minutes}", "1 \\text{ hour and } 30 \\text{ minutes}"), ("n\\geq3", "n=3,4,5,\\ldots"),
     ("\\begin{vmatrix}1&2\\\\3&4\\end{vmatrix}", "-2"), ("\\sum_{k=1}^{n} k", "\\frac{n(n+1)}{2}"),
     ("\\prod_{i=1}^{n} i", "n!"), ("\\int_0^1 x\\,dx", "\\frac12"), ("\\lim_{n\\to\\infty}\\frac1n", "0"), ("P_5^3", "60"),
-    ("C(5,3)", "10"), ("y=\\pm 2x", "2x \\pm y = 0"), ("101_{\\text{two}}", "101_2"),
+    ("C(5,3)", "10"), ("y=\\pm 2x", "2x \\pm y = 0"),
     ("\\operatorname{cis}\\frac{\\pi}{3}", "\\operatorname{cis}\\left(\\frac{\\pi}{3}\\right)"), ("12\\text{ см}", "12"),
 ]
 # fmt: on

@@ -37,6 +37,7 @@ million billion trillion gross permille promille ppm dozens
         ("30^\\circ 15'", "( 121 / 4 ) \\deg"),
         ("0.1\\overline{6}", "( 1 / 6 )"),
         ("The answer is: \\text{(B)}", "( \x01B )"),
+        ("The correct answer is \\textbf{(B)}", "( \x01B )"),
         ("45\\text{ cm}^2", "45 \x01cm ^ 2"),
         ("x_1^{2}", "x_{1} ^ 2"),
         ("f( 2 )", "f(2)"),
@@ -47,6 +48,9 @@ million billion trillion gross permille promille ppm dozens
         ("C_n^{2}", "\\binom n 2"),
         ("C_n^{k-1}", "C_{n} ^ { k - 1 }"),
         ("C_1^2", "C_{1} ^ 2"),
+        ("\\frac{90^\\circ}{4}", "\\frac { 90 \\deg } 4"),
+        ("3,05", "3.05"),
+        ("(3,05)", "( 3 , 05 )"),
     ],
 )
 def test_spelling(answer: str, spelled: str) -> None:
@@ -121,7 +125,7 @@ def test_choices(answer: str, letter: str, text: str) -> None:
     assert choice(spell(answer)) == (letter, text)
 
 
-@pytest.mark.parametrize("answer", ["(A) or (B)", "A, B", "(D) - 3", "D + 1", "2D", "D 42", "A) 7, C) 8", "x"])
+@pytest.mark.parametrize("answer", ["(A) or (B)", "A, B", "(D) - 3", "D + 1", "2D", "A: no", "D 42", "A) 7, C) 8", "x"])
 def test_no_choices(answer: str) -> None:
     assert choice(spell(answer)) is None
 
