@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 
 from rstar2_megatron.data import resumable
+from rstar2_megatron.data.cleaning import words
+from rstar2_megatron.data.conversation import read_message
 from rstar2_megatron.data.rows import DataError, Row, Unusable, inputs_of
 from rstar2_megatron.data.sft_set import Options, main, process
 from rstar2_megatron.data.sft_sources import SFT_SOURCES
@@ -145,6 +148,16 @@ def test_system_texts_stay_but_for_instructions_of_the_set(name: str, values: di
         values["chat"] = "USER: Hello\n\n\nASSISTANT: Hi. <|endoftext|>"
     first = parse(name, values)["messages"][0]
     assert (first["role"] == "system" and first["content"].endswith(system)) if system else first["role"] == "user"
+
+
+def test_long_runs_of_blanks_cost_no_time() -> None:
+    """A pattern that begins anew at each of them takes minutes."""
+    blanks, started = "\n " * 200_000, time.monotonic()
+    with pytest.raises(Unusable):
+        parse("glaive", {**glaive(), "chat": blanks})
+    read = read_message({"role": "assistant", "content": f"<think>a{blanks}b</think>c"})
+    assert read.reasoning == f"a{blanks}b" and words("{" + blanks, operators=True) == ["{"]
+    assert time.monotonic() - started < 60
 
 
 def test_words_before_a_call_stay() -> None:
