@@ -113,7 +113,9 @@ class OwnTool(LimitedTool):
                     f"`{n}: Annotated[{_shown(one.annotation)}, Field(...)]`, and behind it `= ` and the default, if it has one"
                 )
         called = f"__call__ of {label}" if self.has_session else label
-        super().__init__(_schema(called, name, self._call.__doc__, shown, properties), settings, agentloop)
+        doc = inspect.getdoc(self._call) or ""  # a base class's too, of which the last one is `type`
+        doc = "" if doc == type.__call__.__doc__ else doc
+        super().__init__(_schema(called, name, doc, shown, properties), settings, agentloop)
         self._states: dict[str, _State] = {}
 
     # ------------------------------------------------------------------------------------------ one call
@@ -292,10 +294,10 @@ def _depth(line: str) -> int:
 
 
 def _schema(
-    label: str, name: str, doc: str | None, parameters: Mapping[str, inspect.Parameter], properties: dict[str, dict[str, Any]]
+    label: str, name: str, doc: str, parameters: Mapping[str, inspect.Parameter], properties: dict[str, dict[str, Any]]
 ) -> ToolSchema:
     """properties: the JSON schema of each parameter, which a Field or a class may describe."""
-    does, about = _described(inspect.cleandoc(doc or ""))
+    does, about = _described(doc)
     if not does:
         raise UserCodeError(f"{label} has no docstring; write what the tool does, and under `Args:` what each parameter is")
     for n, one in parameters.items():

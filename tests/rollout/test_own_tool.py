@@ -695,6 +695,12 @@ def test_what_is_no_tool_is_refused_with_a_remedy(tmp_path: Path, case: str) -> 
     assert words in str(refused.value) and "\n" not in str(refused.value)
 
 
+def test_a_docstring_is_inherited(tmp_path: Path) -> None:
+    code = f"{COUNTER}\nclass Twice(Counter):\n    def __call__(self, by: int) -> int: return super().__call__(2 * by)\n"
+    entry = {"use": "own.py:Twice", "settings": {"start": 1}}
+    assert tools_of(settings_of(tmp_path, code, entry))[0].schema["function"]["description"] == "Add to the counter."
+
+
 async def test_open_and_close_may_be_values_and_the_problem_optional(tokenizer, tmp_path: Path) -> None:
     code = (
         "class Door:\n    def __init__(self): self.open = self.close = True\n"
