@@ -48,7 +48,7 @@ _REWRITTEN = [  # one spelling for sets and inequalities: x \in and an interval
 ]
 
 _LETTER = f"{UPRIGHT}?([A-Z])"
-_JUDGED = "is|yes|no|not(?! enough)|none(?! of)|true|false|right|wrong|(?:in)?correct|(?:im)?possible|always|never|sometimes"
+_JUDGED = r"is|yes|no(?:ne|t)?(?! \x01?(?:so|re|of|en))|true|false|right|wrong|(?:in)?correct|(?:im)?possible|always|never"
 _CHOICE = re.compile(rf"(?!{UPRIGHT}?[A-Z] ?: {UPRIGHT}?(?i:{_JUDGED})\b)(?:\( )?{_LETTER} ?(?:$|[).:](?: (.+)|$))")
 _NO_CHOICE = re.compile(rf"and |, |.*\bor\b|(?:.* )?{_LETTER} [).:]|{_LETTER}(?: ,|$)")
 _OPERATOR = re.compile(r"(?:[-+/^_=<>(\[|!',]|\\cdot|\\le|\\ge|\\ne|\\in|\\cup) ")

@@ -118,6 +118,8 @@ def test_units_that_end_like_numbers(unit: str) -> None:
         ("D. 42", "D", "42"),
         ("(D)", "D", ""),
         ("Option D", "D", ""),
+        ("B: no solution", "B", "no solution"),
+        ("\\text{E: none of these}", "E", "\x01none \x01of \x01these"),
         ("\\textbf{(D)} -3", "D", "- 3"),
     ],
 )
