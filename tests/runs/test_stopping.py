@@ -134,7 +134,7 @@ def test_a_corridor_of_earlier_seeds_by_hand(tmp_path: Path, capsys: pytest.Capt
     assert make_corridor_file([*runs, "--out", str(file), "--metrics", "turns"]) == 2
     assert "not every run has rollout/num_turns" in capsys.readouterr().err
     (tmp_path / "s1" / "config.yaml").write_text("actor: {lr: 1}")
-    assert make_corridor_file([*runs, "--out", str(file)]) == 1
+    assert make_corridor_file([*runs, "--out", str(file)]) == 2
     assert "are no seeds of one saved configuration" in capsys.readouterr().err
 
 
