@@ -22,7 +22,7 @@ from typing import Any, NoReturn, cast
 
 from pydantic import ValidationError
 
-from rstar2_megatron.extension.positional import known_as
+from rstar2_megatron.extension.positional import is_for
 from rstar2_megatron.extension.user_code import FOLDERS, UserCode, UserCodeError
 from rstar2_megatron.reward.own import is_reward
 from rstar2_megatron.reward.rewards import Rewards
@@ -92,10 +92,9 @@ def _loop_kind(code: Any) -> str:
     if inspect.isclass(code) or not callable(code):
         return ""
     parameters = list(inspect.signature(code).parameters.values())
-    names = [known_as(one, ["dialogue"]) for one in parameters]
     untyped = [one.annotation for one in parameters[1:]] == [inspect.Parameter.empty]  # a tool's parameters have types
-    is_loop = inspect.iscoroutinefunction(code) and names[0:1] == ["problem"] and untyped
-    return "loop" if is_loop or "dialogue" in names else ""
+    is_loop = inspect.iscoroutinefunction(code) and [one.name for one in parameters[:1]] == ["problem"] and untyped
+    return "loop" if is_loop or any(is_for(one, "dialogue") for one in parameters) else ""
 
 
 class _Turns:
@@ -128,6 +127,9 @@ class _Turns:
     def degenerate_ending(self, calls: list[ParsedCall]) -> None: ...
 
     def report_progress(self, more: int) -> None: ...
+
+    def seconds_left(self) -> float:
+        return _DEADLINE_S
 
 
 def _check_keys(calls: Sequence[dict[str, Any]]) -> None:

@@ -126,7 +126,8 @@ def check_layouts(loss: PolicyLoss, algorithm: AlgorithmSettings | None = None) 
                 raise ValueError(
                     f"the {what} of a token is {ours[token]:.6g} with all sequences in one micro-batch, {theirs[token]:.6g} in "
                     f"micro-batches {microbatches} over {ranks} context-parallel ranks: it must depend on its own sequence "
-                    "only; sum over a sequence by tokens.sequence_sum, and leave means over tokens to algorithm.loss_agg_func"
+                    "only; sum over a sequence by tokens.sequence_sum, and leave means over tokens to "
+                    "algorithm.loss_agg_func. Where it does so, it loses digits in float32, as a difference of near means does"
                 )
 
 

@@ -78,7 +78,7 @@ def read_graded(paths: Sequence[Path], settings: Settings, limit: int | None = N
     """Problems whose answers can be graded. limit: only the first so many of each file. Raises DataError."""
     problems = read_problems(paths, settings.data, limit=limit)
     if settings.reward.has_math and (note := worked_note(problems, more_than=0.5)):
-        raise DataError(note)
+        raise DataError(f"{', '.join(map(str, paths))}: {note}")
     return problems
 
 

@@ -46,10 +46,18 @@ def misfit(
 
 def known_as(parameter: inspect.Parameter, names: list[str]) -> str:
     """The one of `names` for which a parameter stands, by its name or its type; else its own name."""
-    annotation = parameter.annotation
-    kind = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
-    by_type = kind.rpartition(".")[2].lower()
+    by_type = _type_name(parameter).lower()
     return by_type if parameter.name not in names and by_type in names else parameter.name
+
+
+def is_for(parameter: inspect.Parameter, name: str) -> bool:
+    """As `known_as`, but for a text or a number of this name, which is a tool's."""
+    return known_as(parameter, [name]) == name and _type_name(parameter) not in ("str", "int", "float", "bool")
+
+
+def _type_name(parameter: inspect.Parameter) -> str:
+    kind = parameter.annotation
+    return (kind if isinstance(kind, str) else getattr(kind, "__name__", "")).rpartition(".")[2]
 
 
 def misfit_of_kind(function: Callable[..., Any], *, may_await: bool = False, may_yield: bool = False) -> str:

@@ -13,12 +13,13 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import pickle
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
 from rstar2_megatron.algorithm.response_text import response_text
-from rstar2_megatron.extension.positional import known_as, misfit, misfit_of_kind
+from rstar2_megatron.extension.positional import is_for, misfit, misfit_of_kind
 from rstar2_megatron.extension.user_code import UserCode, UserCodeError
 from rstar2_megatron.reward.pool import Grade
 from rstar2_megatron.trajectory import Problem, Trajectory
@@ -54,7 +55,9 @@ class OwnReward:
 
     def __call__(self, problem: Problem, trajectory: Trajectory) -> Any:
         """What the function returns, or its awaitable. It may change both, which are copies."""
-        problem, trajectory = copy.deepcopy((problem, trajectory))
+        problem = copy.deepcopy(problem)  # which a group's trajectories share
+        if self.is_async:  # a plain function has a copy of the trajectory, in another process
+            trajectory = pickle.loads(pickle.dumps(trajectory, pickle.HIGHEST_PROTOCOL))
         if not self.is_verls:
             return self.function(problem, trajectory, **self.arguments)
         row = verl_columns(problem)
@@ -103,7 +106,7 @@ def is_reward(function: Any) -> bool:
         parameters = inspect.signature(function.__call__ if inspect.isclass(function) else function).parameters.values()
     except (TypeError, ValueError):
         return False
-    return bool({"trajectory", "solution_str"} & {known_as(one, ["trajectory"]) for one in parameters})
+    return any(one.name == "solution_str" or is_for(one, "trajectory") for one in parameters)
 
 
 def _misfit(function: Any, signature: inspect.Signature, verls: Sequence[str] | None, arguments: Mapping[str, Any]) -> str:

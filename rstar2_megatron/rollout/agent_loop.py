@@ -223,7 +223,7 @@ class RunningTrajectory:
         if self.on_progress is not None:
             self.on_progress(self.trajectory.prompt_tokens, self.trajectory.response_tokens + more)
 
-    def _seconds_left(self) -> float:
+    def seconds_left(self) -> float:
         seconds = self.deadline - time.monotonic()
         if seconds <= 0:
             raise Interrupted(f"the trajectory took longer than {self.loop.timeout_s:.0f} s")
@@ -284,7 +284,7 @@ class RunningTrajectory:
                     result = await self.loop.engine.generate(
                         input_ids,
                         parameters,
-                        timeout_s=self._seconds_left(),
+                        timeout_s=self.seconds_left(),
                         on_tokens=self.report_progress,
                         owner=self.preemption,
                     )
@@ -309,7 +309,7 @@ class RunningTrajectory:
 
     async def _within_deadline(self, wait: Callable[[], Awaitable[None]], late: str) -> None:
         try:
-            async with asyncio.timeout(self._seconds_left()):
+            async with asyncio.timeout(self.seconds_left()):
                 await wait()
         except TimeoutError as error:
             raise Interrupted(late) from error
@@ -333,7 +333,7 @@ class RunningTrajectory:
         self.preemption.at_tool = True
         try:
             done, responses = await self.loop.tools.run(
-                self.problem, self.trajectory, calls, self._seconds_left, self.loop.stats
+                self.problem, self.trajectory, calls, self.seconds_left, self.loop.stats
             )
         finally:
             self.preemption.at_tool = False

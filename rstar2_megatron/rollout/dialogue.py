@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Awaitable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from rstar2_megatron.extension.user_code import UserCodeError
+from rstar2_megatron.extension.user_code import UserCodeError, is_cancelled
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.tool_call import ParsedCall
 from rstar2_megatron.trajectory import FinishReason, ToolCall, Trajectory
@@ -42,6 +42,8 @@ class EngineSide(Protocol):
     def degenerate_ending(self, calls: list[ParsedCall]) -> FinishReason | None: ...
 
     def report_progress(self, more: int) -> None: ...
+
+    def seconds_left(self) -> float: ...
 
 
 class Dialogue:
@@ -246,10 +248,18 @@ class Dialogue:
         running = self._running = asyncio.ensure_future(work)
         try:
             return await running
-        except asyncio.CancelledError:
-            if not self._over:
+        except asyncio.CancelledError as error:
+            if self._over:
+                raise
+            try:
+                self._turns.seconds_left()
+            except Exception as late:  # the deadline: not the loop's doing
+                self._over, self.failure = True, late
+            else:
                 self._misused("a turn or a call was cancelled, by a timeout of the loop's own perhaps; it cannot be taken back")
-            raise
+            if is_cancelled():
+                raise
+            raise Left from error  # code of a tool has cancelled its task
         except Exception as error:
             self._over, self.failure = True, error
             raise Left from error

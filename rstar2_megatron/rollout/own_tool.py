@@ -34,11 +34,15 @@ from rstar2_megatron.trajectory import Problem, ToolOutcome
 
 _PROBLEM = "problem"
 _NAME = re.compile(r"[\w.-]+")  # OpenAI's, and the dots of a namespace
-_LISTED = re.compile(r"(?m)^( *(?:Args|Arguments|Params|Parameters)(?:( *: *)|\n *-{3,} *)$)")
+_LISTED = re.compile(r"(?m)^((?:Args|Arguments|Params|Parameters)(?:( *: *)|\n *-{3,} *)$)")
 """The header of a docstring's list of parameters: `Args:`, or NumPy's with a line below."""
 _ENTRY = re.compile(r" *[-*]* *(\w+(?: *, *\w+)*) *(?:\(.+?\))? *(?::|$) *(.*)")  # `x (int): what`, `- x: what`, `x, y : int`
 _FIELD = re.compile(r"(?ms)^ *[:@](?:param(?:eter)?|arg(?:ument)?)(?: [^:\n]+?)? (\w+) *: *(.+?)(?=^ *[:@]\w|^ *$|\Z)")
-_SECTION = re.compile(r"(?m)^ *(?:[:@]\w.*|(?:Returns|Yields|Raises|Examples?)(?::|\n *-{3,}) *$)")
+_SECTION = re.compile(
+    r"(?m)^(?:[:@](?:param(?:eter)?|arg(?:ument)?|type|returns?|rtype|raises?|yields?)\b.*|(?:Returns|Yields|Raises) *: *$"
+    r"|(?:Returns|Yields|Raises|Examples?|Notes?) *\n *-{3,} *$)"
+)
+"""Where the description of what the tool does ends, in a docstring without a list of parameters."""
 _IDLE_S = 3600.0  # state of a trajectory that went on elsewhere is closed after this time
 
 
@@ -101,7 +105,7 @@ class OwnTool(LimitedTool):
                 raise UserCodeError(f"parameter {n!r} of {label} has no type; write e.g. `{n}: str`")
             try:
                 self._adapters[n] = TypeAdapter(one.annotation)
-                properties[n] = _nullable(self._adapters[n].json_schema())
+                properties[n] = _form(self._adapters[n].json_schema())
             except (PydanticSchemaGenerationError, PydanticInvalidForJsonSchema):
                 raise UserCodeError(f"parameter {n!r} of {label} has the type {one.annotation}, which no JSON fits") from None
             except Exception as error:  # pydantic runs code of the types, which may be the user's
@@ -254,13 +258,24 @@ def _shown(annotation: Any) -> str:
     return annotation.__name__ if inspect.isclass(annotation) else str(annotation)
 
 
-def _nullable(form: dict[str, Any]) -> dict[str, Any]:
-    """The schema of `X | None` as that of X with `nullable`, so that the type of a call's argument is checked."""
-    kinds = form.get("anyOf", [])
+def _form(schema: Any) -> Any:
+    """A type's schema as tools are described to models: `type` first, and `nullable` for `X | None`.
+
+    A call's argument is then checked against the type of X. pydantic sorts the keys and lists null as one more type.
+    """
+    if isinstance(schema, list):
+        return [_form(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    schema = {key: _form(schema[key]) for key in sorted(schema, key=lambda key: key != "type")}
+    if schema.get("additionalProperties") is True:  # of a dict without types, as everywhere where nothing is said
+        del schema["additionalProperties"]
+    kinds = schema.get("anyOf", [])
     others = [kind for kind in kinds if kind != {"type": "null"}]
-    if len(kinds) != 2 or len(others) != 1 or "type" not in others[0]:
-        return form
-    return {**others[0], "nullable": True, **{key: value for key, value in form.items() if key != "anyOf"}}
+    if len(others) == len(kinds) or (len(others) == 1 and "$ref" in others[0]):
+        return schema
+    inner = others[0] if len(others) == 1 else {"anyOf": others}
+    return {**inner, "nullable": True, **{key: value for key, value in schema.items() if key != "anyOf"}}
 
 
 def _described(doc: str) -> tuple[str, dict[str, str]]:

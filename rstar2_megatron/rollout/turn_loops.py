@@ -128,7 +128,9 @@ async def _own_loop(
     limit = asyncio.timeout(user.deadline + _GRACE_S - time.monotonic())
     try:
         async with limit:
-            reward = await _until_ignored(loop(problem, dialogue), dialogue)
+            reward = await _until_ignored(loop(problem, dialogue), dialogue, limit)
+        if limit.expired():  # it caught the deadline
+            raise TimeoutError from asyncio.CancelledError()
     except BaseException as error:
         if isinstance(error, BaseExceptionGroup) and error.subgroup(Left):  # of an asyncio.TaskGroup
             raise Left from error
@@ -145,7 +147,7 @@ async def _own_loop(
 
 
 @types.coroutine
-def _until_ignored(running: Coroutine[Any, Any, Any], dialogue: Dialogue) -> Generator[Any, Any, Any]:
+def _until_ignored(running: Coroutine[Any, Any, Any], dialogue: Dialogue, limit: asyncio.Timeout) -> Generator[Any, Any, Any]:
     """What the loop returns. Raises Left where it goes on behind the dialogue's end; its code is then not run on."""
     value, error = None, None
     while True:
@@ -157,6 +159,10 @@ def _until_ignored(running: Coroutine[Any, Any, Any], dialogue: Dialogue) -> Gen
             with contextlib.suppress(BaseException):  # it may ignore this too
                 running.close()
             raise Left
+        if limit.expired():  # it caught the deadline and goes on
+            with contextlib.suppress(BaseException):
+                running.close()
+            raise error or asyncio.CancelledError
         value, error = None, None
         try:
             value = yield awaited

@@ -258,25 +258,29 @@ def _compose_message(name: str, error: Exception) -> str:
             return f"{name}.yaml: its defaults name each other, or it is nested too deeply"
         case yaml.MarkedYAMLError(problem_mark=yaml.Mark() as mark):
             where = f"{mark.name}:{mark.line + 1}" if Path(mark.name).is_file() else "cluster.component_placement"
-            return f"{where}: {error.problem}; indent by blanks, close each bracket, and put other signs in quotes"
+            remedy = "indent by blanks, close each bracket, and put other signs in quotes"
+            return f"{where}: {error.problem}; {'write it once' if 'duplicate key' in str(error.problem) else remedy}"
         case MissingConfigException(missing_cfg_file=str(other)):
             return f"{name}.yaml: its defaults name {other}, and no such YAML is beside it or in {CONFIG_DIR}; mend the name"
         case MissingMandatoryValue(full_key=key):
             return f"{key} has no value; set it in {name}.yaml or on the command line: {key}=..."
     if place:
         what = text.rpartition(" raised while resolving interpolation: ")[2]
-        return f"{place[1]} cannot be computed: {what}; write the value of another key as ${{section.key}}"
+        remedy = "${section.key} is the value of another key, ${oc.env:NAME} that of a variable"
+        return f"{place[1]} cannot be computed: {what}; {remedy}"
     if text.startswith("Could not delete"):
         return f"{text.partition('. ')[2]}; ~key removes a key that {name}.yaml or one of its defaults has"
     if isinstance(error, OverrideParseException) or "Ambiguous value" in text or "config group" in text:
-        text = getattr(error, "override", text.split(" 1. ")[0]).lstrip("+")
+        text = getattr(error, "override", text.split(" 1. ")[0].removeprefix("Ambiguous value for argument ").strip("'"))
+        text = text.lstrip("+")
         return (
             f"{text} cannot be read; an override is written key=value, a list key=[a,b], null is null, and a value with "
             "brackets, spaces, commas or other signs in quotes: \"key=['a (1).jsonl']\""
         )
     if "ListConfig" in text:
         return f"{name}.yaml has a list where keys and values belong"
-    return f"{name}.yaml: {text}; defaults are a list of names of YAMLs, and _self_ once: defaults: [base, _self_]"
+    remedy = "; defaults are a list of names of YAMLs, and _self_ once: defaults: [base, _self_]"
+    return f"{name}.yaml: {text.replace('override ++', 'override ')}{remedy if 'default' in text or '_self_' in text else ''}"
 
 
 # ------------------------------------------------------------------------------------------ unknown keys

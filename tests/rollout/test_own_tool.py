@@ -177,6 +177,56 @@ def draw(points: list[Point], colour: Literal["red", "blue"], anything: Any = No
     ]
 
 
+async def test_a_tool_that_cancels_its_own_task_costs_its_trajectory_alone(tokenizer, tmp_path: Path) -> None:
+    """It is handed over: nobody would wait for it otherwise."""
+    code = """
+async def leave(x: int) -> str:
+    '''Leave.
+
+    Args:
+        x: Any number.
+    '''
+    asyncio.current_task().cancel()
+    return "x"
+"""
+    loop = loop_of(tokenizer, settings_of(tmp_path, code, "own.py:leave"), [call("leave", x=1)])
+    trajectory = await asyncio.create_task(loop.run(PROBLEM, 0))
+    assert trajectory.finish_reason is FinishReason.INFRASTRUCTURE and trajectory.user_error
+
+
+def test_a_schema_is_written_as_models_have_read_it(tmp_path: Path) -> None:
+    """`type` first, as transformers' template helpers write it; what the description says of examples stays."""
+    code = """
+def f(a: list[str], b: Optional[dict] = None, c: int | str | None = None) -> str:
+    '''Find.
+
+    Example:
+        Quote phrases.
+
+    Args:
+        a: A.
+        b: B.
+        c: C.
+    '''
+
+def g(x: Annotated[str, "X."]) -> str:
+    '''Find.
+
+    Examples:
+        Quote phrases.
+    :math:`x` is a text.
+    '''
+"""
+    first, second = (one.schema["function"] for one in tools_of(settings_of(tmp_path, code, "own.py:f", "own.py:g")))
+    assert json.dumps(first["parameters"]["properties"]) == (
+        '{"a": {"type": "array", "items": {"type": "string"}, "description": "A."}, '
+        '"b": {"type": "object", "nullable": true, "default": null, "description": "B."}, '
+        '"c": {"anyOf": [{"type": "integer"}, {"type": "string"}], "nullable": true, "default": null, "description": "C."}}'
+    )
+    assert first["description"] == "Find.\n\nExample:\n    Quote phrases."
+    assert second["description"] == "Find.\n\nExamples:\n    Quote phrases.\n:math:`x` is a text."
+
+
 async def test_types_beyond_json_are_described_and_read(tokenizer, tmp_path: Path) -> None:
     code = """
 from datetime import date

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 from rstar2_megatron.extension.user_code import UserCode, UserCodeError
 from rstar2_megatron.reward.rewards import Rewards
 from rstar2_megatron.rollout.agent_loop import OneTurn
-from rstar2_megatron.rollout.engine.protocol import GenerateResult
+from rstar2_megatron.rollout.engine.protocol import GenerateResult, GenerationTimeout
 from rstar2_megatron.rollout.turn_loops import TurnLoops
 from rstar2_megatron.settings.schema import AgentLoopSettings, RewardSettings
 from rstar2_megatron.trajectory import FinishReason, Problem, Trajectory
@@ -155,6 +156,19 @@ async def impatient_twice(problem, dialogue):
 async def hanging(problem, dialogue):
     await dialogue.generate()
     await asyncio.Event().wait()
+async def deaf(problem, dialogue):
+    await dialogue.generate()
+    while True:
+        try:
+            await asyncio.sleep(30)
+        except BaseException:
+            pass
+async def contented(problem, dialogue):
+    await dialogue.generate()
+    try:
+        await asyncio.sleep(30)
+    except BaseException:
+        return 0.5
 async def mute(problem, dialogue): dialogue.generate().close()
 async def grateful(problem, dialogue):
     try:
@@ -515,12 +529,36 @@ async def test_nothing_is_generated_behind_the_end_of_a_loop(
     assert not engine.running and not len(t.response_ids) and "never retrieved" not in caplog.text
 
 
-async def test_a_loop_that_awaits_for_ever_is_left_at_the_trajectorys_deadline(tokenizer: Any, code: Any) -> None:
-    loop = make_loop(tokenizer, ["a"], loop=code("hanging"), timeout_s=0.5)
-    async with asyncio.timeout(30):
+@pytest.mark.parametrize("name", ["hanging", "deaf", "contented"])
+async def test_a_loop_that_awaits_for_ever_is_left_at_the_trajectorys_deadline(tokenizer: Any, code: Any, name: str) -> None:
+    """Also where it catches what tells it so."""
+    loop = make_loop(tokenizer, ["a"], loop=code(name), timeout_s=0.5)
+    async with asyncio.timeout(20):
         t = await loop.run(PROBLEM, 0)
     assert t.finish_reason is FinishReason.INFRASTRUCTURE and t.user_error == "TimeoutError"
-    assert "mine.py:hanging did not end within rollout.trajectory_timeout_s: " in t.error and ", in hanging: " in t.error
+    assert f"mine.py:{name} did not end within rollout.trajectory_timeout_s: " in t.error
+    assert name != "hanging" or ", in hanging: " in t.error
+
+
+class LateEngine(WrittenEngine):
+    """Ends a turn at the call's deadline, as the engine's client does."""
+
+    async def generate(self, input_ids: list[int], sampling: dict[str, Any], **about: Any) -> GenerateResult:
+        try:
+            async with asyncio.timeout(about["timeout_s"]):
+                await asyncio.sleep(60)
+        except TimeoutError:
+            raise GenerationTimeout("engine: generate took longer") from None
+        raise AssertionError("it was not ended")
+
+
+async def test_a_late_engine_is_no_fault_of_the_loop(tokenizer: Any, code: Any) -> None:
+    """Also where the event loop was held up beyond both deadlines, so that both are due at once."""
+    loop = make_loop(tokenizer, ["a"], loop=code("hanging"), timeout_s=0.3)
+    loop.engine = LateEngine(tokenizer, ["a"])
+    asyncio.get_running_loop().call_later(0.1, time.sleep, 2.0)
+    t = await loop.run(PROBLEM, 0)
+    assert t.finish_reason is FinishReason.INFRASTRUCTURE and not t.user_error, t.error
 
 
 async def test_a_cancelled_trajectory_stays_cancelled(tokenizer: Any, code: Any) -> None:

@@ -72,7 +72,7 @@ class CPUServer:
         )
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
-        await self._engine.abort_all()
+        self._engine.abort_all()
 
     async def clear_kv_cache(self) -> None:
         await self._engine.flush_cache()
