@@ -1,8 +1,9 @@
-"""A file system that is full after a few megabytes."""
+"""A file system that is full after a few megabytes, and files that may not be large."""
 
 from __future__ import annotations
 
 import contextlib
+import resource
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,3 +21,14 @@ def small_disk(path: Path, mb: int) -> Iterator[Path]:
         yield path
     finally:
         subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+@contextlib.contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """This process can write no file of more than `size` bytes."""
+    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))

@@ -33,9 +33,10 @@ def argument_fault(arguments: dict[str, Any], schema: ToolSchema) -> str:
 
 
 def is_call_as_text(text: str, names: Iterable[str]) -> bool:
-    """Whether a text begins as a call of one of the tools in Python or in JSON, which a rollout would not run."""
+    """Whether a text is a call of one of the tools in Python, or begins as one in JSON, which a rollout would not run."""
     rest = re.sub(r"""\A\s*(?:```\w*\s*)?\[?\s*(?:\{\s*"name"\s*:\s*)?['"]?""", "", text)
-    return any(rest.startswith(name) and re.match(r"""['"]?\s*\(|"\s*[,}]""", rest[len(name) :]) for name in names)
+    form = re.compile(r"""['"]?\s*\(.*\)\s*\]?\s*(?:```\s*)?\Z|"\s*(?:\}|,\s*"(?:arguments|parameters)")""", re.DOTALL)
+    return any(rest.startswith(name) and form.match(rest, len(name)) for name in names)
 
 
 def _unwritable(value: Any) -> str:

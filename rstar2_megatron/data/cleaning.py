@@ -44,7 +44,7 @@ _WRAPPERS = tuple(
     )
 )
 # A problem must not match this after cleaning: it would ask for another form of answer than the template.
-_CONTRADICTION = re.compile(r"Answer:\s*\$Answer|\(without quotes\)|after [\"']Answer:[\"']", re.IGNORECASE)
+CONTRADICTION = re.compile(r"Answer:\s*\$Answer|\(without quotes\)|after [\"']Answer:[\"']", re.IGNORECASE)
 
 _MARKS = "".join(c for c in map(chr, range(0x300, 0x10000)) if unicodedata.category(c).startswith("M"))
 _HAN = r"[\u3400-\u9fff]"
@@ -74,11 +74,6 @@ def strip_wrappers(text: str) -> str:
         for pattern in _WRAPPERS:
             text = pattern.sub("", text, count=1).strip(BLANKS)
     return text
-
-
-def contradicts_template(text: str) -> bool:
-    """True when the text still asks for another form of answer than the template."""
-    return bool(_CONTRADICTION.search(text))
 
 
 def integer_answer(answer: str, max_digits: int) -> str | None:

@@ -30,7 +30,7 @@ def run_command(
     make: Callable[[argparse.Namespace], Mapping[str, Any]],
     render: Callable[[Mapping[str, Any]], str],
 ) -> int:
-    """Make the data set and print its report. Returns the exit code: 0, or 2 for bad input."""
+    """Make the data set and print its report. Returns the exit code: 0, 2 for bad input, or 1 for what fails later."""
     out: Path = arguments.out
     try:
         for name, least in (("validation", 0), ("limit", 1)):
@@ -43,7 +43,7 @@ def run_command(
         report = make(arguments)
     except (DataError, OSError, ValueError) as error:
         print(f"error: {reason_of(error, out, '--out')}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, ValueError | FileNotFoundError | PermissionError) else 1
     print(render(report))
     files = [f"{rows:,} rows to {out / name}" for name, rows in report["written"].items()]
     print(f"wrote {', '.join(files)}, and {out / 'report.json'}")

@@ -21,7 +21,9 @@ _THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)  # reasoning as 
 _THINK = re.compile(r"</?think>")
 _READ = frozenset({"role", "content", "id", "name", "tool_call_id"})  # the last three are not written for a model
 _ASSISTANTS = _READ | {"reasoning_content", "tool_calls"}
-_RENDERED = re.compile(r"\s*(?:<\|(?:im_start|begin_of_text|start_header_id)\|>|<s>|<bos>|<start_of_turn>|\[INST\])")
+_RENDERED = re.compile(  # not the HTML <s>, nor a question about [INST]
+    r"(?s)\s*(?:<\|(?:im_start|begin_of_text|start_header_id)\|>|<(?:s|bos)>\s*(?=\[I|<[|s])|<start_of_turn>|\[INST\](?=.*\[/INST))"
+)
 _DRESSED = re.compile(r"\s*<tool_response>((?:(?!</?tool_response>).)*)</tool_response>\s*", re.DOTALL)
 _NUL = re.compile("\0")
 _EMPTY: tuple[Any, ...] = (None, "", [], {})

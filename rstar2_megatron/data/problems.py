@@ -13,6 +13,7 @@ import contextlib
 import functools
 import json
 import re
+import string
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +35,8 @@ from rstar2_megatron.trajectory import Problem
 _LIST = re.compile(r"\[\s*\{?\s*[\"'].*\]|\[?\s*array\(\s*\[.*\)\s*\]?|\[\s*\{\s*[\"'](?:role|content)[\"']\s*:.*", re.DOTALL)
 _STRING = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"", re.DOTALL)
 _IN_ANSWER = re.compile(CONTROL.pattern + r"|\t|\r(?!\n)")  # JSON's reading of \text and \rho
-_LETTER = re.compile(r"\(?[A-Z]\)?|[0-9]")  # of a choice, or its number
+_WORD = re.compile(r"[^\W\d_]{2,}|\d+")
+_SECOND_LABEL = re.compile(r"(?<![^\W_])(?:B(?!\w)|[b2]\s?[).:\]])")  # of the choices in a prompt
 # Names that published sets use, the likeliest first; short answers before worked solutions.
 _PROMPTS = ("prompt", "question", "problem", "query", "instruction", "input")
 _ANSWERS = (
@@ -154,11 +156,15 @@ def _with_answer(row: dict[str, Any], columns: Columns) -> dict[str, Any]:
     truth = rule.get("ground_truth") if isinstance(rule, dict) else None
     if row.get(columns.answer) is not None or truth is None:
         return row
-    answer = truth
-    if any(isinstance(one, dict | list) for one in (truth if isinstance(truth, list) else [truth])):
+    answers = truth if isinstance(truth, list) else [truth]
+    with contextlib.suppress(TypeError, ValueError, RecursionError):  # a list of several texts is one answer
+        match json.loads(truth):
+            case [str(), *rest] as found if all(isinstance(one, int | float) for one in rest):
+                answers = found
+    if any(isinstance(one, dict | list) for one in answers):
         with contextlib.suppress(TypeError, ValueError):  # what is no JSON is refused with the row's other columns
-            answer = [json.dumps(truth, ensure_ascii=False)]
-    return {**row, columns.answer: answer, "task": row.get("task") or row.get("data_source")}
+            answers = [json.dumps(truth, ensure_ascii=False)]
+    return {**row, columns.answer: answers, "task": row.get("task") or row.get("data_source")}
 
 
 def proposed_keys(row: Mapping[str, Any], columns: Columns = _DEFAULT) -> dict[str, str]:
@@ -199,7 +205,7 @@ def _problem(row: dict[str, Any], prompt_key: str, answer_key: str, default_id: 
         raise ValueError(f"the row has {fault}")
     problem = Problem(
         query_id=_text(given.get("query_id", default_id), "query_id"),
-        prompt=_messages(listed(row[prompt_key], prompt_key, str, dict), prompt_key),
+        prompt=_messages(listed(row[prompt_key], prompt_key, dict), prompt_key),
         solutions=[_text(answer, answer_key, "a non-empty list of answers, ") for answer in solutions or [[]]],
         task=_text(given.get("task", "math"), "task"),
         extra=json.loads(text),  # as a file would have it, without classes of the user's
@@ -210,15 +216,19 @@ def _problem(row: dict[str, Any], prompt_key: str, answer_key: str, default_id: 
 
 def _check_whole(problem: Problem, prompt_key: str) -> None:
     """Raises ValueError where choices, of which the answer is a letter or a number, or Alpaca's input are not in the prompt."""
-    said = "".join(message["content"] for message in problem.prompt)
-    choices = ("options", "choices") if all(map(_LETTER.fullmatch, problem.solutions)) else ()
-    for key in (*choices, "input") if prompt_key == "instruction" else choices:
-        value = listed(problem.extra.get(key), key, str)
-        value = value.get("text", [*value.values()]) if isinstance(value, dict) else value
-        parts = value if isinstance(value, list) else [value] if isinstance(value, str) else []
-        texts = [re.sub(r"^\(?[A-Z][).:]", "", str(part)).strip() for part in parts if part]
-        if any(texts) and not any(text in said or text in problem.solutions for text in texts if text):
-            raise ValueError(f"{key!r} belongs to the problem and is not in {prompt_key!r}; put it there by data.rows")
+    said = "\n".join(message["content"] for message in problem.prompt)
+    apart = "input" if prompt_key == "instruction" and str(problem.extra.get("input") or "").strip() not in said else ""
+    # A second label or one word is enough, since spellings differ and one refused row costs its whole file.
+    for key in () if _SECOND_LABEL.search(said) else ("options", "choices"):
+        text = str(value := problem.extra.get(key)).lower()
+        words = {*_WORD.findall(text)} - {"none"}
+        labels = {*string.ascii_lowercase, *string.digits[: text.count(",") + 2]} - words
+        labels -= {str(choice).lower() for choice in value} if isinstance(value, list) else set()
+        by_label = re.search(r"\[|\bb\b", text) and all(one.strip("()").lower() in labels for one in problem.solutions)
+        if words and by_label and not any(word in said.lower() for word in words):
+            apart = key
+    if apart:
+        raise ValueError(f"{apart!r} belongs to the problem and is not in {prompt_key!r}; put it there by data.rows")
 
 
 def listed(value: Any, key: str, *kinds: type) -> Any:

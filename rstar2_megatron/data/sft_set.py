@@ -123,7 +123,7 @@ def _parse_counts(words: Sequence[str], scale: float) -> dict[str, int]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0, or 2 for bad input."""
+    """Exit code 0, 2 for bad input, or 1 for what fails later."""
     parser = data_parser(__doc__, held_out="conversations", seed_of="the choice and the order")
     parser.add_argument(
         "--source", action="append", metavar="NAME[=PATH]", help=f"of {', '.join(SFT_SOURCES)}; default all, from the hub"

@@ -87,14 +87,15 @@ def _plain(message: Any) -> Message:
     return {"role": role, "content": text.strip(BLANKS)}
 
 
-_TIME = re.compile(r"(?:The current (?:time|date) is|Today is)\b(?:[^.\n]|\.\d)*")
+_TIME = re.compile(r"(?:The current (?:time|date) is|Today is)\b(?:[^.\n]|\.(?=\s?[a-z\d]|M\b))*")  # a.m. ends no sentence
 
 
 def _read_toolace(values: Mapping[str, Any]) -> tuple[list[Message], list[dict[str, Any]]]:
     functions = next((v for v in json_values(values["system"]) if isinstance(v, list) and v), [])
     tools = list(map(tool_schema, functions))
     # Of the instructions only the time is not the set's own, and calls take their dates from it.
-    messages = [_message("system", found[0]) for found in _TIME.finditer(values["system"].partition("[{")[0])]
+    times = _TIME.findall(re.split(r"\[\s*\{", values["system"], maxsplit=1)[0])
+    messages = [_message("system", "\n".join(times))] if times else []
     for turn in values["conversations"]:
         role, text = turn["from"], turn["value"]
         if role == "assistant" and re.match(r"\[\s*[^\s\[{(\"'][^(\[\]{]*\(", text.strip()):
@@ -121,14 +122,14 @@ def _read_apigen(values: Mapping[str, Any]) -> tuple[list[Message], list[dict[st
 
 
 _GLAIVE_TURN = re.compile(r"^[ \t]*+(USER|ASSISTANT|FUNCTION RESPONSE):[ \t]*", re.MULTILINE)
-_GLAIVE_OWN = re.compile(r"SYSTEM:|You are a helpful assistant,? with (no )?access to [\w ]+\.( Use them if required -)?")
+_GLAIVE_OWN = re.compile(r"SYSTEM:|You are a helpful assistant,? with (no )?access to [\w ]{1,60}\.( Use them if required -)?")
 _GLAIVE_ROLE = {"USER": "user", "ASSISTANT": "assistant", "FUNCTION RESPONSE": "tool"}
 
 
 def _read_glaive(values: Mapping[str, Any]) -> tuple[list[Message], list[dict[str, Any]]]:
     tools = [tool_schema(v) for v in json_values(values["system"]) if isinstance(v, dict) and "name" in v]
     before, *parts = _GLAIVE_TURN.split(values["chat"].replace("<|endoftext|>", ""))
-    system = (_GLAIVE_OWN.sub("", values["system"].partition("{")[0]) + before).strip()
+    system = (_GLAIVE_OWN.sub("", re.split(r'\{\s*"', values["system"], maxsplit=1)[0]) + before).strip()
     messages = [_message("system", system)] if system else []
     for speaker, text in zip(parts[::2], parts[1::2], strict=True):
         message = _message(_GLAIVE_ROLE[speaker], text)
@@ -180,10 +181,10 @@ def _read_nemotron(values: Mapping[str, Any]) -> tuple[list[Message], list[dict[
     output = re.sub(r"\A\s*<think>.*?</think>\s*", "", values["output"], flags=re.DOTALL)
     if "<think>" in output:
         raise Unusable("a reasoning answer")
-    # Of the system text the switch of reasoning is the set's own. A second system text makes the row unusable.
-    if system := re.sub(r"\bdetailed thinking (?:on|off)\b\.?", "", values.get("system_prompt") or "").strip():
-        messages.insert(0, _message("system", system))
-    return [*messages, _message("assistant", output)], []
+    # Of the system text the switch of reasoning is the set's own. Another system text makes the row unusable.
+    system = _message("system", re.sub(r"\bdetailed thinking (?:on|off)\b\.?", "", values.get("system_prompt") or ""))
+    messages = [system, *(one for one in messages if one != system), _message("assistant", output)]
+    return [one for one in messages if one["content"] or one["role"] != "system"], []
 
 
 _APIGEN = HubName("Salesforce/APIGen-MT-5k")

@@ -103,17 +103,16 @@ def json_call(text: str) -> Call:
 
 
 def json_values(text: str) -> Iterator[Any]:
-    """Every JSON object or array in a text, in order, without what is between them. Raises ValueError at a broken object."""
+    """JSON objects and arrays in a text, in order; braces of prose are none. Raises ValueError at a broken object."""
     position = 0
-    while (found := re.compile(r"[\[{]").search(text, position)) is not None:
+    while (found := re.compile(r"""\[|\{\s*["'}]""").search(text, position)) is not None:
         try:
             value, position = DECODER.raw_decode(text, found.start())
+            yield value
         except ValueError:
-            if found[0] == "{":  # a function would be lost, or a part of it taken for one
+            if found[0] != "[":  # a function would be lost, or a part of it taken for one
                 raise
             position = found.start() + 1
-            continue
-        yield value
 
 
 def tool_schema(function: Any) -> dict[str, Any]:

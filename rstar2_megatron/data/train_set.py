@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from rstar2_megatron.data.cleaning import contradicts_template, fingerprint, integer_answer, strip_wrappers, words
+from rstar2_megatron.data.cleaning import CONTRADICTION, fingerprint, integer_answer, strip_wrappers, words
 from rstar2_megatron.data.command_line import data_parser, run_command
 from rstar2_megatron.data.decontaminate import NGramIndex
 from rstar2_megatron.data.math_sources import SOURCES, problem_text
@@ -76,7 +76,7 @@ class Cleaner:
         tokens = words(text)
         if not tokens or not answer.strip():
             raise Unusable("no problem or no answer")
-        if contradicts_template(text):
+        if CONTRADICTION.search(text):
             raise Unusable("asks for another form of answer")
         integer = integer_answer(answer, self.options.max_answer_digits)
         if integer is None:
@@ -128,9 +128,7 @@ def process(inputs: Sequence[Input], out: Path, options: Options, *, decontamina
             print(f"continuing at row {state.row + 1} of {inputs[state.source].label}")
         cleaner = Cleaner(options, index, state)
         sources = state.counters.setdefault("sources", {})
-        for source in inputs:
-            sources.setdefault(source.label, {})
-        state.keep(inputs, SOURCES, options.limit, lambda source: sources[source.label], cleaner.check)
+        state.keep(inputs, SOURCES, options.limit, lambda source: sources.setdefault(source.label, {}), cleaner.check)
         return _write_results(state, cleaner, inputs, options, index)
 
 
@@ -184,7 +182,7 @@ def render_report(report: Mapping[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0, or 2 for bad input."""
+    """Exit code 0, 2 for bad input, or 1 for what fails later."""
     parser = data_parser(__doc__, held_out="problems", seed_of="the split")
     parser.add_argument("--source", action="append", required=True, metavar="NAME[=PATH]", help=f"of {', '.join(SOURCES)}")
     parser.add_argument("--config", help="hub configuration of DAPO: en (default), cn, all")

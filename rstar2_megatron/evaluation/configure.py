@@ -15,6 +15,7 @@ import yaml
 from rstar2_megatron.data.problems import read_problems
 from rstar2_megatron.data.rows import DataError
 from rstar2_megatron.evaluation.model_directory import find_run_config, hugging_face_directory
+from rstar2_megatron.evaluation.samples import SamplesError
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.model.tokenizer_files import directory_problems
 from rstar2_megatron.model.weight_files import weight_notes
@@ -156,7 +157,7 @@ def check_model(sampling: SamplingSettings) -> None:
 
 
 def exit_code(work: Callable[[], int], out: Path) -> int:
-    """The exit code of `work`, which writes to `out`: its own; 1 for an error, which is printed; 130 or 143 when stopped."""
+    """The exit code of `work`: its own; 2 for an `out` of other settings; 1 for other errors; 130 or 143 when stopped."""
     try:
         return work()
     except (KeyboardInterrupt, asyncio.CancelledError) as stop:
@@ -164,7 +165,7 @@ def exit_code(work: Callable[[], int], out: Path) -> int:
         return 130 if isinstance(stop, KeyboardInterrupt) else 143
     except (ValueError, RuntimeError, OSError) as error:
         print(f"\nerror: {reason_of(error, out, '--out')}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, SamplesError) else 1
 
 
 def _format_beside(model: Path, overrides: Sequence[str]) -> Settings:

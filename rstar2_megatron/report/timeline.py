@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         draw(step, f"{path.stem.replace('_', ' ')}: {bound_sentence(step)}", target)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, ValueError | FileNotFoundError | PermissionError) else 1
     print(bound_sentence(step))
     print("  ".join(f"{name} {100 * share:.0f}%" for name, share in shares_of(step).items()))
     print(f"picture: {target}   in the browser: open {path} in https://ui.perfetto.dev")

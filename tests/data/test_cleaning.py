@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rstar2_megatron.data.cleaning import contradicts_template, fingerprint, integer_answer, strip_wrappers, words
+from rstar2_megatron.data.cleaning import CONTRADICTION, fingerprint, integer_answer, strip_wrappers, words
 from rstar2_megatron.data.decontaminate import NGramIndex
 
 PROBLEM = "Find the number of pairs $(a, b)$ with $a + b = 12$."
@@ -35,7 +35,7 @@ DAPO = (
 )
 def test_wrappers_of_public_sets_come_off(wrapped: str) -> None:
     assert strip_wrappers(wrapped.format(PROBLEM)) == PROBLEM
-    assert not contradicts_template(strip_wrappers(wrapped.format(PROBLEM)))
+    assert not CONTRADICTION.search(strip_wrappers(wrapped.format(PROBLEM)))
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_problems_keep_their_own_words(problem: str) -> None:
 
 def test_a_wrapper_that_is_not_understood_is_seen() -> None:
     text = f"{PROBLEM}\nEnd your reply with a line Answer: $Answer please, no quotes."
-    assert contradicts_template(strip_wrappers(text))
+    assert CONTRADICTION.search(strip_wrappers(text))
 
 
 @pytest.mark.parametrize(

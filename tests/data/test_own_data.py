@@ -7,6 +7,7 @@ import csv
 import gzip
 import json
 import lzma
+import math
 import pickle
 import re
 import shutil
@@ -171,6 +172,35 @@ def test_a_ground_truth_of_objects_is_json(tmp_path: Path) -> None:
     assert [p.extra["reward_model"]["ground_truth"] for p in problems] == truths
 
 
+@pytest.mark.parametrize(
+    ("truth", "solutions"),
+    [
+        ('["34"]', ["34"]),
+        *[
+            (text, [text])
+            for text in (
+                "['a', 'b']",
+                "[{'input': 1, 'output': nan}]",
+                '["#", "."]\n[".", "#"]',
+                '["a", "b"] or ["c"]',
+                "[1, 2]",
+            )
+        ],
+    ],
+)
+def test_a_ground_truth_as_text_is_one_answer(tmp_path: Path, truth: str, solutions: list[str]) -> None:
+    row = {**VERL, "reward_model": {"ground_truth": truth}}
+    assert read_problems([write_rows(tmp_path / "a.jsonl", [row])])[0].solutions == solutions
+
+
+@pytest.mark.parametrize(
+    "media", ["[]", "{}", "None", "null", "nan", [{"bytes": None, "path": None}], [[]], {"path": ""}, 0, math.nan], ids=repr
+)
+def test_a_column_without_a_picture_is_none(tmp_path: Path, media: Any) -> None:
+    row = {"prompt": "1+1?", "solutions": "2", "images": media, "image": media}
+    assert read_problems([write_rows(tmp_path / "a.jsonl", [row])])[0].solutions == ["2"]
+
+
 @pytest.mark.parametrize("truth", [Decimal("2.5"), date(2024, 1, 2), b"2", float("nan"), True, ["2", None]], ids=repr)
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_ground_truth_that_is_no_answer_is_refused(tmp_path: Path, truth: Any, nested: bool) -> None:
@@ -188,6 +218,49 @@ def test_alpacas_input_belongs_to_the_problem(tmp_path: Path) -> None:
     assert read_problems([write_rows(tmp_path / "a.jsonl", [row])], keys)[0].prompt[0]["content"] == "Add the numbers."
     with pytest.raises(DataError, match=r"a.jsonl:1: 'input' belongs to the problem and is not in 'instruction'; put it"):
         read_problems([write_rows(tmp_path / "a.jsonl", [row | {"input": "1, 2"}])], keys)
+
+
+WHOLE = "Which is it?\nA) 1,000\nB) $\\dfrac{1}{2}$ cm\nC) cat"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "answer"),
+    [
+        *[
+            (WHOLE, options, "A")
+            for options in (
+                [["A", "cat"], ["B", "dog"]],
+                '{"A": "cat", "B": "dog"}',
+                "A) cat, B) dog",
+                ["a) Cow", "b) Dog"],
+                ["1. cow", "2. dog"],
+                ["A - cow", "B - dog"],
+                [1000.0, 2000.0],
+                ["\\frac12", "\\frac13"],
+                "['cow' 'dog']",
+            )
+        ],
+        ("Is it a cat or a dog?", ["Cat", "Dog"], 1),
+        ("How long is it?", ["2 cm", "3 cm"], "2"),
+        ("How long is it?", ["5 cm", "6 cm"], "5"),
+        ("How many are there?", "--shuffle", "1"),
+        ("Who may give blood to all?", ["A", "B", "AB", "O"], "O"),
+        ("Is it true?", ["A", "B"], "A"),
+    ],
+)
+def test_choices_in_the_prompt_in_any_spelling_are_whole(tmp_path: Path, prompt: str, options: Any, answer: Any) -> None:
+    row = {"prompt": prompt, "solutions": answer, "options": options}
+    assert read_problems([write_rows(tmp_path / "a.jsonl", [row])])[0].solutions == [str(answer)]
+
+
+@pytest.mark.parametrize(
+    "options", ['{"A": "cat", "B": "dog"}', ["A)cat", "B)dog"], [["A", "cat"], ["B", "dog"]], "['cat' 'dog']"]
+)
+@pytest.mark.parametrize("answer", ["A", "(b)"])
+def test_choices_of_any_form_that_are_not_in_the_prompt_are_refused(tmp_path: Path, options: Any, answer: str) -> None:
+    row = {"prompt": "What is it?", "solutions": answer, "options": options}
+    with pytest.raises(DataError, match=r"a.jsonl:1: 'options' belongs to the problem"):
+        read_problems([write_rows(tmp_path / "a.jsonl", [row])])
 
 
 ARRAYS = {

@@ -109,6 +109,10 @@ def nemotron(i: int = 0, reasoning: str = "off") -> dict[str, Any]:
 ROWS = {"toolace": toolace, "apigen-mt": apigen, "glaive": glaive, "magicoder": magicoder, "tulu3": tulu, "nemotron": nemotron}
 
 
+def with_system(in_input: str, beside: str) -> dict[str, Any]:
+    return {**nemotron(), "system_prompt": beside, "input": [{"role": "system", "content": in_input}, *nemotron()["input"]]}
+
+
 def parse(name: str, values: dict[str, Any]) -> dict[str, Any]:
     return SFT_SOURCES[name].parse(Row("here:1", values))
 
@@ -139,6 +143,28 @@ def test_every_shape_becomes_one_conversation(name: str, expected: str) -> None:
         ("nemotron", {**nemotron(), "system_prompt": "Be a pirate.\ndetailed thinking off"}, "Be a pirate."),
         ("nemotron", {**nemotron(), "system_prompt": "detailed thinking off\n\nBe a pirate."}, "Be a pirate."),
         ("toolace", {**toolace(), "system": f"The current time is 2025-01-31 09:00.{toolace()['system']}"}, "2025-01-31 09:00"),
+        (
+            "toolace",
+            {
+                **toolace(),
+                "system": f"Today is 2024-03-05, Tuesday.\nThe current time is 10:00 a.m. in Oslo. {toolace()['system']}",
+            },
+            "Today is 2024-03-05, Tuesday\nThe current time is 10:00 a.m. in Oslo",
+        ),
+        (
+            "toolace",
+            {
+                **toolace(),
+                "system": toolace()["system"]
+                .replace("[{", "[\n {")
+                .replace("Weather of", "The current time is UTC. Weather of"),
+            },
+            None,
+        ),
+        ("nemotron", with_system("", "Be a pirate."), "Be a pirate."),
+        ("nemotron", with_system("Be a pirate.", "Be a pirate.\ndetailed thinking off"), "Be a pirate."),
+        ("nemotron", with_system("Be a pirate.", "detailed thinking off"), "Be a pirate."),
+        ("glaive", {**glaive(), "system": f"Use {{name}}. {glaive()['system']}"}, "Use {name}."),
         ("glaive", {**glaive(), "system": f"{glaive()['system'].partition('{')[0]}Be a pirate.\n"}, "Be a pirate."),
         ("glaive", {**glaive(), "system": "SYSTEM: You are a helpful assistant, with no access to external functions."}, None),
     ],
@@ -150,11 +176,24 @@ def test_system_texts_stay_but_for_instructions_of_the_set(name: str, values: di
     assert (first["role"] == "system" and first["content"].endswith(system)) if system else first["role"] == "user"
 
 
+@pytest.mark.parametrize("name", ["toolace", "glaive"])
+def test_prose_costs_no_conversation(name: str) -> None:
+    values = {**ROWS[name](), "system": f"{ROWS[name]()['system']}\nUse {{name}} of the user."}
+    said = "Get Weather(city) needs the city. Please give it."
+    if name == "toolace":
+        values["conversations"] = [values["conversations"][0], {"from": "assistant", "value": said}]
+    else:
+        values["chat"] = values["chat"].replace("It is 0.85.", "rate(a) was called. It is 0.85.")
+    assert len(parse(name, values)["tools"]) == 1
+
+
 def test_long_runs_of_blanks_cost_no_time() -> None:
     """A pattern that begins anew at each of them takes minutes."""
     blanks, started = "\n " * 200_000, time.monotonic()
     with pytest.raises(Unusable):
         parse("glaive", {**glaive(), "chat": blanks})
+    with pytest.raises(Unusable):
+        parse("glaive", {"system": "You are a helpful assistant with access to " * 23_000, "chat": ""})
     read = read_message({"role": "assistant", "content": f"<think>a{blanks}b</think>c"})
     assert read.reasoning == f"a{blanks}b" and words("{" + blanks, operators=True) == ["{"]
     assert time.monotonic() - started < 60

@@ -20,6 +20,7 @@ from rstar2_megatron.data.train_set import Options, main, parse_source, process
 from rstar2_megatron.records.whole_file import write_jsonl
 from tests.data.test_cleaning import DAPO
 from tests.data.watched import watched
+from tests.small_disk import files_of_at_most
 
 
 def ask(i: int) -> str:
@@ -299,6 +300,14 @@ def test_command_line(files: dict[str, Path], tmp_path: Path, capsys: pytest.Cap
         patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         assert main(["--out", str(tmp_path / "y"), "--source", "dapo"]) == 2
     assert "cannot be read from the hub" in capsys.readouterr().err and not (tmp_path / "y").exists()
+
+
+def test_what_fails_while_it_is_written_is_no_refused_input(
+    files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with files_of_at_most(1000):
+        assert main(["--out", str(tmp_path / "out"), "--source", f"dapo={files['dapo']}"]) == 1
+    assert "File too large" in capsys.readouterr().err
 
 
 def test_rows_from_hostile_hands_become_files_that_training_reads(tmp_path: Path) -> None:

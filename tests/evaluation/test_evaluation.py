@@ -109,6 +109,16 @@ def test_bad_input_ends_with_2_before_anything_starts(
     assert message in capsys.readouterr().err
 
 
+def test_results_of_other_settings_end_with_2(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, out = model_of_context(tmp_path / "model", 4096), tmp_path / "out"
+    out.mkdir()
+    for name, program in {"trajectories": main, "mcts": search}.items():
+        (out / f"{name}.jsonl").write_text("{}\n")
+        (out / f"{name}.jsonl.settings.json").write_text("{}")
+        assert program(["--model", str(model), "--data", str(data), "--out", str(out)]) == 2
+        assert f"{name}.jsonl was made with other settings" in capsys.readouterr().err
+
+
 def test_worked_solutions_end_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every score would be 0."""
     model, path = model_of_context(tmp_path / "model", 4096), tmp_path / "worked.jsonl"

@@ -19,6 +19,7 @@ from rstar2_megatron.report.step_bound import (
     timeline,
 )
 from rstar2_megatron.report.timeline import main
+from tests.small_disk import files_of_at_most
 
 
 def span(row: TraceRow, name: str, start: float, end: float, lane: int = 0) -> Event:
@@ -110,6 +111,13 @@ def test_the_program_draws_and_says_it(tmp_path: Path, capsys: pytest.CaptureFix
     assert "rollout tail: 39% of the step on 1 trajectory of engine 0" in output and "ui.perfetto.dev" in output
     head = target.read_bytes()[:200]
     assert head.startswith(b"\x89PNG") if suffix == ".png" else b"<?xml" in head
+
+
+def test_a_picture_that_cannot_be_written_is_no_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "step_3.json").write_text("[\n" + "".join(json.dumps(event) + ",\n" for event in step(70, 20, 5, 0, 40, 1)))
+    with files_of_at_most(1000):
+        assert main([str(tmp_path / "step_3.json")]) == 1
+    assert "File too large" in capsys.readouterr().err
 
 
 def test_a_run_without_traces_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
