@@ -123,17 +123,9 @@ def test_a_yaml_elsewhere_may_build_on_the_base(tmp_path: Path) -> None:
         (TINY, ["~runner.max_steps=99"], r"^The value of 'runner.max_steps' is 50 and not 99; ~key removes"),
         (TINY, ["=3"], r"'=3' cannot be read; an override is written key=value"),
         (TINY, ["cluster.component_placement=[a"], r"^cluster.component_placement: expected .*; indent by blanks, close each"),
-        (
-            TINY,
-            ["runner.max_steps=${foo:1}"],
-            r"^runner.max_steps cannot be computed: Unsupported .* foo; ..section.key. is the",
-        ),
+        (TINY, ["runner.max_steps=${foo:1}"], r"^runner.max_steps cannot be computed: Unsupported .* foo; ..section.key. is"),
         (TINY, ["rollout.model.model_path=???"], r"rollout.model.model_path has no value; .*model_path=\.\.\."),
-        (
-            TINY,
-            ["runner.output_dir=${nowhere.x}"],
-            r"^runner.output_dir cannot be computed: .*'nowhere.x' not found; ..section.key. is the",
-        ),
+        (TINY, ["runner.output_dir=${nowhere.x}"], r"^runner.output_dir cannot be .*'nowhere.x' not found; ..section"),
         ("base", [], r"has no value; set it"),
     ],
 )
