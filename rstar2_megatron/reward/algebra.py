@@ -29,7 +29,8 @@ _SIGNS = ("+", "-", "\\cdot", "/")
 _AFTER_TERM = frozenset(["", "+", "-", ",", "\\choose", "\\over", *_BRACKETS.values()])
 _SEVERAL = {"max": sympy.Max, "min": sympy.Min, "gcd": sympy.igcd, "lcm": sympy.ilcm}
 
-_DATE = re.compile(r"\d{4} - \d\d? - \d\d?|\d\d? - \d\d? - \d{4}")
+_YEAR, _MONTH, _DAY = r"(?:1[6-9]|20)\d\d", "(?:0?[1-9]|1[0-2])", r"(?:0?[1-9]|[12]\d|3[01])"
+_DATE = re.compile(rf"{_YEAR} ([-/]) {_MONTH} \1 {_DAY}|{_DAY} - {_DAY} - {_YEAR}|{_DAY} / {_DAY} / (?:{_YEAR}|\d\d)")
 _DECIMAL_TOLERANCE = 5e-7  # relative, between a decimal of six digits and an irrational number
 _DIGITS = 30  # of the first comparison
 _MAX_DIGITS = 6000  # of the last: 1/1500! begins with 4114 zeros
@@ -130,8 +131,8 @@ class _Reader:
             if token in ("\\cdot", "/"):
                 self.next()
                 other = self.sign() * self.factor()
-                if token == "/" and self.token not in _AFTER_TERM and self.token != "\\cdot":
-                    raise Unreadable("a/bc or a/b/c")
+                if token == "/" and self.token not in _AFTER_TERM and self.token not in _SIGNS:
+                    raise Unreadable("a/bc")
                 value = value * other if token == "\\cdot" else value / other
             elif (token[0] in "0123456789." and not self._ends(value)) or re.match(r"\{\d", "".join(self.tokens[self.at :])):
                 raise Unreadable("digits apart")

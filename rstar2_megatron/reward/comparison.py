@@ -26,11 +26,11 @@ _NAME = (  # x, \angle ABC, AB, \alpha, a_{n}, f(x), \text{cost}; \sin A, |AB|, 
 )
 _SIDE = r"(?:(?!\\[lg]e )[^<>=])+"
 _ROOTS = re.compile(r"(x|z|t|\\lambda)_\{\d(?:\}(?: , \1_\{\d\})+|,2\})")  # x_{1} , x_{2} and x_{1,2}
-_COUNT = re.compile(r"C \( (\d+) , (\d+) \)|[CP] \( [kmnr] , \w \)")  # of n things
+_ORDERED = re.compile(rf"{_ROOTS.pattern} = |[^=]+ , [^=]+ = |(?:[A-Z]|\\vec\S+) = \(| = ")  # or no name
 _REWRITTEN = [  # one spelling for sets and inequalities: x \in and an interval
     (r"\\\{ (?:\w|\w \\in \\mathbb\{R\}) (?:\||:) (.+) \\\}", r"\1"),
     (r"\{ ((?!.*\\choose).*) \}", r"\1"),
-    (r"([A-DMO-RT]) (\( [^()]+ , [^()]+ \))", r"\1 = \2"),  # a point
+    (r"(?![CP] \( [kmnr] , \w \))([A-DMO-RT]) (\( [^()]+ , [^()]+ \))", r"\1 = \2"),  # a point; C(n, 2) is a count
     (r"\\mathbb\{R\}", r"( - \\infty , \\infty )"),
     (r"\\mathbb\{R\} \\setminus \\\{ ([^,]+) \\\}", r"( - \\infty , \1 ) \\cup ( \1 , \\infty )"),
     (rf"({_NAME}) \\ne \\pm ({_SIDE})", r"\1 \\ne \2 , \1 \\ne - \2"),
@@ -48,8 +48,11 @@ _REWRITTEN = [  # one spelling for sets and inequalities: x \in and an interval
 ]
 
 _LETTER = f"{UPRIGHT}?([A-Z])"
-_JUDGED = r"is|yes|no(?:ne|t)?(?! \x01?(?:so|re|of|en))|true|false|right|wrong|(?:in)?correct|(?:im)?possible|always|never"
-_CHOICE = re.compile(rf"(?!{UPRIGHT}?[A-Z] ?: {UPRIGHT}?(?i:{_JUDGED})\b)(?:\( )?{_LETTER} ?(?:$|[).:](?: (.+)|$))")
+_JUDGED = (  # the second words may begin a choice's text: C: no real roots
+    r"(?:is|yes|true|false|wrong|incorrect|not(?! \x01?enough))\b|"
+    r"(?:no|none|right|correct|(?:im)?possible|always|never)(?= ?(?:$|[,.;]| \x01?(?:because|since|as)\b))"
+)
+_CHOICE = re.compile(rf"(?!{UPRIGHT}?[A-Z] ?: {UPRIGHT}?(?i:{_JUDGED}))(?:\( )?{_LETTER} ?(?:$|[).:](?: (.+)|$))")
 _NO_CHOICE = re.compile(rf"and |, |.*\bor\b|(?:.* )?{_LETTER} [).:]|{_LETTER}(?: ,|$)")
 _OPERATOR = re.compile(r"(?:[-+/^_=<>(\[|!',]|\\cdot|\\le|\\ge|\\ne|\\in|\\cup) ")
 _WORDS = re.compile(rf"(?:(?:{UPRIGHT}?[A-Za-z]+|[-'\".,])(?: |$))+")
@@ -65,7 +68,7 @@ _UNIT_RULES = [
     (r"(\w+) squared", r"\1 ^ 2"), (r"(\w+) cubed", r"\1 ^ 3"), ("squared|cubed", "?"), (r"(\w+) \^ -(?:1 |1$)", r"/ \1"),
     (r"(\w+) \^ -(\d)", r"/ \1 ^ \2"),
 ]  # fmt: skip
-_UNIT = re.compile(r"(?!\w+(?:[^e]ed|ly)$)(?:%|[a-zA-Z]{2,}|[mghslcfnjvwa])(?: (?:/ )?(?:[a-zA-Z]{2,}|[mghslcfnjvwa])| \^ \d)*")
+_UNIT = re.compile(r"(?:%|[a-zA-Z]{2,}|[mghslcfnjvwa])(?: (?:/ )?(?:[a-zA-Z]{2,}|[mghslcfnjvwa])| \^ \d)*")
 _SYMBOLS = {
     word: symbol
     for symbol, words in {
@@ -86,11 +89,12 @@ are equal even odd other any all wrong right false true correct incorrect permil
 pi bn doubled halved tripled quadrupled twice googol imaginary reciprocal opposite conjugate inverse power choose greater
 smaller larger times as excluded rejected reduced approximately rounded unknown exceeded impossible upward upwards
 wan remainder minimum maximum maybe perhaps almost unless because without except neither either both inclusive exclusive
-onwards something several few many couple double recurring repeating {NUMBER_WORDS}
+onwards something several few many couple double recurring repeating added subtracted increased decreased omitted folded
+repeated inverted negated rooted truncated estimated roughly nearly possibly probably barely hardly {NUMBER_WORDS}
 """
 _NO_UNITS = frozenset(_NO_UNIT_WORDS.split())
 _NUMERAL = re.compile(  # million, thirteen, fifty, and parts: eighths, thousandths
-    r".+fold|(?:.+teen|hundred|thousand|.+illion|ten|eleven|four|fif|six|seven|eigh|nin|twelf)(?:th)?|"
+    r".*fold|(?:.+teen|hundred|thousand|.+illion|ten|eleven|four|fif|six|seven|eigh|nin|twelf)(?:th)?|"
     r"(?:twen|thir|for|fif|six|seven|eigh|nine)t(?:y|ieth)"
 )
 
@@ -113,6 +117,8 @@ class Comparison:
         letters = (_letters(a), _letters(b)) if " " in a + b else ([], [])
         if all(letters) or "or" in letters[0] + letters[1]:
             return letters[0] == letters[1]
+        if any(letters) and "(" in (a[:1], b[:1]) and self.same_parts(a, b):  # (A) 12, (C) 15 beside A, C
+            return True
         if (words := _words(a)) or _words(b):
             return words == _words(b)
         conditions = _conditions(a), _conditions(b)
@@ -121,10 +127,12 @@ class Comparison:
         (our_name, our_value), (their_name, their_value) = self.named(a), self.named(b)
         if (not our_name) != (not their_name):  # the other side gives values alone, in this one's order
             our_value, their_value = self.named(a, as_written=True)[1], self.named(b, as_written=True)[1]
-        unordered = any(name and " , " not in name and not _ROOTS.fullmatch(name) for name in (our_name, their_name))
+        named = (our_name, our_value), (their_name, their_value)
+        unordered = not all(_ORDERED.match(f"{name} = {value}") for name, value in named)
         if our_name != their_name:
             (our_name, our_value), (their_name, their_value) = map(_of_roots, (our_name, their_name), (our_value, their_value))
-        unordered = unordered or not {"or", "\\pm", "\\infty"}.isdisjoint(f"{our_value} {their_value}".split())
+        tokens = f"{our_value} {their_value}".split()
+        unordered = unordered or not {"or", "\\pm"}.isdisjoint(tokens) or ("\\infty" in tokens and tokens.count(",") == 2)
         if unordered and {_parts(our_value)[0], _parts(their_value)[0]} == {",", "()"}:  # x = 1, 5 beside 1 < x < 5
             return False
         if our_name and their_name and our_name != their_name and {our_name, their_name} != {"y", "f(x)"}:
@@ -144,9 +152,8 @@ class Comparison:
             if "{}" in kinds:
                 ours, theirs = self.distinct(ours), self.distinct(theirs)
             return _match(ours, theirs, self.same_elements)
-        if len(kinds) == 1 and kind.endswith("cases") and len(ours) == len(theirs) > 0:
-            width = len(ours) // int(kind.split()[0])
-            rows = [[part[at : at + width] for at in range(0, len(part), width)] for part in (ours, theirs)]
+        if kinds == {"cases"}:
+            rows = [[_split(row, "&" if "&" in row else ",")[0] for row in part] for part in (ours, theirs)]
             return _match(rows[0], rows[1], lambda x, y: len(x) == len(y) and all(map(self.same, x, y)))
         return (len(kinds) == 1 or kinds == {",", "()"}) and len(ours) == len(theirs) and all(map(self.same, ours, theirs))
 
@@ -225,8 +232,6 @@ class Comparison:
                 if inner := re.fullmatch(r"(. .+) ,( .+ .) \( - \\infty (, (.+) \) \\cup \( \4 ,) \\infty \)", in_order):
                     return first, f"{inner[1]} {inner[3]}{inner[2]}"
             return first, " , ".join(values)
-        if (count := _COUNT.fullmatch(text)) and (not count[1] or int(count[1]) >= int(count[2])):
-            return "", text  # C(5,2) is a number or a point
         for pattern, spelled in _REWRITTEN:
             if match := re.fullmatch(pattern, text):
                 return self.named(match.expand(spelled))
@@ -274,8 +279,9 @@ def _parts(text: str) -> tuple[str, list[str]]:
         return "without", [reading for element in _split(without[1], _JOINTS)[0] for reading in _readings(element)]
     if matrix := re.fullmatch(r"[(\[]? ?\\begin\{([pbB]?matrix|smallmatrix|array|cases)\} (.*) \\end\{\1\} ?[)\]]?", text):
         rows = [row for row in _split(matrix[2], ("\\\\",))[0] if row]
-        kind = "cases" if matrix[1] == "cases" else "rows"
-        return f"{len(rows)} {kind}", [entry for row in rows for entry in _split(row, ("&",))[0]]
+        if matrix[1] == "cases":
+            return "cases", rows
+        return f"{len(rows)} rows", [entry for row in rows for entry in _split(row, ("&",))[0]]
     if text in ("\\emptyset", "\\{ \\}"):
         return "{}", []
     opening, *inner, closing = text.split() if " " in text else ("", "")

@@ -5,6 +5,8 @@ Formulas may be slow, deep or endless on hostile input, so the pool runs `grade_
 
 from __future__ import annotations
 
+import re
+
 from rstar2_megatron.reward.answer_text import final_answer, is_balanced
 from rstar2_megatron.reward.comparison import IN_BASE, Algebra, Comparison, compact, split_unit
 from rstar2_megatron.reward.spelling import spell
@@ -44,12 +46,12 @@ def _grade(answer: str, solutions: list[str], algebra: Algebra) -> str | None:
 
 
 def _forms(solution: str, answer: str) -> list[str]:
-    """The solution, and without the percent sign or base that it names where the answer names none.
+    """The solution, and without the percent sign, base, times or couples that it names where the answer names none.
 
     A solution says what was asked for, so that an answer may leave it out. What only the answer names makes it another number.
     """
     base = IN_BASE.fullmatch(compact(solution))
     if base and base[1].casefold() == compact(answer).casefold():
         return [answer]
-    value, unit = split_unit(solution)
+    value, unit = split_unit(re.sub(r" \x01?(?:times|couples?)(?: \x01?(?:a|[a-z]{2,})){0,9}$", " %", solution))
     return [solution, value] if unit == "%" and not split_unit(answer)[1] else [solution]

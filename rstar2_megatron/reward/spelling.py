@@ -69,7 +69,8 @@ _PERIOD = re.compile(r"^(\s*-?\s*(?:\d{1,50}\.|0,)\d{0,50})\((\d{1,50})\)\s*$") 
 _DOTS = re.compile(r"\\dot\s*\{?\s*(\d)\s*\}?\s*(\d{0,50})\s*\\dot\s*(\{\s*)?(\d)(?(3)\s*\})")  # above the first and last digit
 _THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(,|\{,\}|,\\!|\\[,;:]|\\ | |~)\d{3}(?:\1\d{3})*(?!\d|,\d)")
 _DECIMAL_COMMA = re.compile(  # where no list can be: none has 05 or -0 in it
-    r"(?<![\w.,])(?:0,0\d{1,50}|[1-9]\d{0,50},0\d|(?<=-)0,\d{1,50})(?![\d.,])|(\\(?:[dt]?frac|sqrt)\s*\{\s*\d+),(?=\d+\s*\})"
+    r"(?<![\w.,])(?:0,0\d{1,50}|[1-9]\d{0,50},0\d|(?<=-)(?<![\w)]-)(?<![\w)] -)0,\d{1,50})(?![\d.,])|"
+    r"(\\(?:[dt]?frac|sqrt)\s*\{\s*\d+),(?=\d+\s*\})"
 )
 _PART = r"\s*(?:[-+]\s*)?(?:\d+(?:,(?:\d\d?|\d{4,}))?|\d+\.\d+|\\infty)\s*"
 _OF_TWO = re.compile(rf"[(\[]{_PART};{_PART}[)\]]")  # (0,5; 2)
@@ -121,7 +122,7 @@ def _repeating(match: re.Match[str]) -> str:
 
 def _inside(match: re.Match[str]) -> bool:
     """Whether it is in brackets, where a comma parts elements."""
-    before = match.string[: match.start()]
+    before = match.string[max(match.start() - 4096, 0) : match.start()]  # as long as an answer: of longer ones in linear time
     return sum(map(before.count, ("(", "[", "\\{"))) > sum(map(before.count, (")", "]", "\\}")))
 
 
@@ -188,9 +189,9 @@ _IN_TOKENS: _Rules = [
     (re.compile(r"^(\d+) \x01?(?:in|to|out \x01?of) (\d+)$"), r"\1 / \2"),
     (re.compile(r"(?<=\\in )\x01?([CNQRZ])(?!\S)"), r"\\mathbb{\1}"),
     (re.compile(r"^\\\{ ((?!\w [|:])[^|:]+) [|:] (\w \\in \S+(?: \^ \S+)?) \\\}$"), r"\1 , \2"),
-    (re.compile(r"\\\{ \\begin\{array\} ([^&]*&.*) \\end\{array\}"), r"\\begin{cases} \1 \\end{cases}"),
+    (re.compile(r"\\\{ \\begin\{array\} ((?:(?!\\begin\{array).)*) \\end\{array\}"), r"\\begin{cases} \1 \\end{cases}"),
     (
-        re.compile(r"^(?:\\begin\{cases\}|\\\{ \\begin\{array\}) ([^&]*) \\end\{\w+\}$"),  # a system without columns
+        re.compile(r"^\\begin\{cases\} (?!(?:(?!\\(?:[lg]e|ne|in) )[^=<>])* , )([^&]*) \\end\{cases\}$"),  # a system, no cases
         lambda m: m[1].replace("\\\\", ","),
     ),
     (re.compile(r"(?<=\\mathbb\{R\}) - (?=\\\{)"), r" \\setminus "),

@@ -271,7 +271,7 @@ def _compose_message(name: str, error: Exception) -> str:
     if text.startswith("Could not delete"):
         return f"{text.partition('. ')[2]}; ~key removes a key that {name}.yaml or one of its defaults has"
     if isinstance(error, OverrideParseException) or "Ambiguous value" in text or "config group" in text:
-        text = getattr(error, "override", text.split(" 1. ")[0].removeprefix("Ambiguous value for argument ").strip("'"))
+        text = getattr(error, "override", text.split(" 1. ")[0].removeprefix("Ambiguous value for argument "))
         text = text.lstrip("+")
         return (
             f"{text} cannot be read; an override is written key=value, a list key=[a,b], null is null, and a value with "

@@ -16,7 +16,8 @@ PASS_RATE, LOG_PROB = "rollout/pass_rate", "rollout/logprob_mean"
 _STEPS_BEFORE = 5  # of the run before the resume, that its first steps are compared with
 _STEPS_AFTER = 3
 _SIGMA = 3.0
-_LOG_PROB_FACTOR, _LOG_PROB_FLOOR = 3.0, 0.1
+_LOG_PROB_FACTOR, _LOG_PROB_RISE, _LOG_PROB_FALL = 3.0, 0.1, 0.5
+"""A fall counts from 0.5 nats on: of a model that is nearly sure, one rare token of a small step is several times the mean."""
 
 
 class CollapseError(RuntimeError):
@@ -68,7 +69,9 @@ def _pass_rate_fell(old: float, new: float, groups: float) -> bool:
 
 def _log_prob_fell(old: float, new: float, groups: float) -> bool:
     """The mean log-prob of generated tokens must stay within a factor of 3: training moves it by percents."""
-    return abs(new - old) > _LOG_PROB_FLOOR and not old * _LOG_PROB_FACTOR <= new <= old / _LOG_PROB_FACTOR
+    if new > old:
+        return new - old > _LOG_PROB_RISE and new > old / _LOG_PROB_FACTOR
+    return old - new > _LOG_PROB_FALL and new < old * _LOG_PROB_FACTOR
 
 
 _CLIFFS = ((PASS_RATE, "pass rate", _pass_rate_fell), (LOG_PROB, "mean log-prob of generated tokens", _log_prob_fell))

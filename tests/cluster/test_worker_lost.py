@@ -90,7 +90,7 @@ def served() -> tuple[PhaseServer, Any, list[tuple[str, Any]]]:
     sent: list[tuple[str, Any]] = []
     engines: Any = Engines()
     end: Any = SimpleNamespace(
-        channel=SimpleNamespace(put=lambda item, key: sent.append((key, item))),
+        rlinf=SimpleNamespace(put=lambda item, key: sent.append((key, item))),
         engines=engines,
         lengths=LengthSurvival(100),
         show_progress=None,

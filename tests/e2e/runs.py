@@ -116,7 +116,7 @@ class ProgramRun:
         while (processes := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.2)
         # The engines of a test beside this one are killed too, and their files may stay until that test goes on.
-        deadline = time.monotonic() + 120.0
+        deadline = time.monotonic() + 300.0
         while (shared := files_of_dead_engines() - self.shared) and time.monotonic() < deadline:
             time.sleep(0.2)
         names = [f"{p.pid} {' '.join(command_line(p))}"[:120] for p in processes if p.is_running()]

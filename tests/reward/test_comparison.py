@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from fractions import Fraction
 
 import pytest
@@ -22,7 +23,7 @@ NO_UNITS = """
 not to but if when than then more least most only about around over between above below negative score half third quarter
 fourth fifth sixths sevenths eighths ninths tenths elevenths twelfths fifteenths twentieths hundredths thousandths millionths
 th st nd rd minus divided multiplied of mod modulo zero seven twelve thirteen nineteen twenty fifty ninety hundred thousand
-million billion trillion gross permille promille ppm dozens
+million billion trillion gross permille promille ppm dozens fold added subtracted increased omitted estimated roughly
 """
 
 
@@ -51,6 +52,7 @@ million billion trillion gross permille promille ppm dozens
         ("\\frac{90^\\circ}{4}", "\\frac { 90 \\deg } 4"),
         ("3,05", "3.05"),
         ("(3,05)", "( 3 , 05 )"),
+        ("3-0,2-1", "3 - 0 , 2 - 1"),
     ],
 )
 def test_spelling(answer: str, spelled: str) -> None:
@@ -63,6 +65,14 @@ def test_any_text_equals_itself_and_has_a_verdict(text: str) -> None:
     assert quick_grade(text, ["24", "x > 1", "(1,2)"]) in (CORRECT, WRONG, UNGRADABLE, None)
     if is_balanced(text) and spell(text):
         assert quick_grade(text, [text]) == CORRECT
+
+
+@pytest.mark.parametrize("piece", ["1,05 ", "(1,05 ", "\\{ \\begin{array} "])
+def test_long_texts_are_spelled_in_linear_time(piece: str) -> None:
+    """A solution may be of any length."""
+    begun = time.process_time()
+    spell(piece * (100_000 // len(piece)))
+    assert time.process_time() - begun < 1.5
 
 
 @pytest.mark.parametrize("text", ["(1 or 2)", "x \\in (1 or 2)", "\\pm \\ne or A \\le ["])
@@ -121,6 +131,7 @@ def test_units_that_end_like_numbers(unit: str) -> None:
         ("B: no solution", "B", "no solution"),
         ("\\text{E: none of these}", "E", "\x01none \x01of \x01these"),
         ("\\textbf{(D)} -3", "D", "- 3"),
+        ("C: right circular cone", "C", "right circular cone"),
     ],
 )
 def test_choices(answer: str, letter: str, text: str) -> None:

@@ -27,7 +27,7 @@ NEWLINE = "\n"
 HEAD = """
 import asyncio, threading, time
 from dataclasses import dataclass
-from typing import Any, Literal, Optional
+from typing import Annotated, Any, Literal, Optional
 from rstar2_megatron.extension import ToolError
 from rstar2_megatron.trajectory import Problem
 """
@@ -220,8 +220,8 @@ def g(x: Annotated[str, "X."]) -> str:
     first, second = (one.schema["function"] for one in tools_of(settings_of(tmp_path, code, "own.py:f", "own.py:g")))
     assert json.dumps(first["parameters"]["properties"]) == (
         '{"a": {"type": "array", "items": {"type": "string"}, "description": "A."}, '
-        '"b": {"type": "object", "nullable": true, "default": null, "description": "B."}, '
-        '"c": {"anyOf": [{"type": "integer"}, {"type": "string"}], "nullable": true, "default": null, "description": "C."}}'
+        '"b": {"type": "object", "nullable": true, "description": "B."}, '
+        '"c": {"anyOf": [{"type": "integer"}, {"type": "string"}], "nullable": true, "description": "C."}}'
     )
     assert first["description"] == "Find.\n\nExample:\n    Quote phrases."
     assert second["description"] == "Find.\n\nExamples:\n    Quote phrases.\n:math:`x` is a text."

@@ -170,7 +170,7 @@ def test_corrupted_routes_and_a_damaged_checkpoint_are_seen(
 ) -> None:
     """Every route, also cuda_ipc with its buffers in host memory: the sync succeeds and brings another tensor."""
     planted(
-        rstar2_megatron__cluster__weights="_corrupt_first_syncs",
+        rstar2_megatron__cluster__weight_transfer="_corrupt_first_syncs",
         rstar2_megatron__weights__route="_device_route_on_cpu",
         rstar2_megatron__actor__megatron_actor="_flip_before_load",
     )

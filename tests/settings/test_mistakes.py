@@ -28,7 +28,7 @@ DEFAULTS = "defaults: [rstar2-tiny-cpu, _self_]\n"
         (
             "own.yaml",
             (DEFAULTS + "runner: {max_steps: '${runner.seed'}\n").encode(),
-            r"^runner.max_steps cannot be .*\{runner.seed'; w",
+            r"^runner.max_steps cannot be .*\{runner.seed'; \$\{section.key\} is",
         ),
         (
             "own.yaml",

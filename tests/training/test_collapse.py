@@ -43,6 +43,12 @@ def test_log_probs_that_jump_after_a_resume(log_prob: float) -> None:
         watch.add(row(3, 0.5, log_prob=log_prob))
 
 
+def test_a_rare_token_of_a_model_that_is_nearly_sure_is_no_jump() -> None:
+    """Seen with four trajectories a step."""
+    watch = CollapseWatch(1, [row(1, 0.0, log_prob=-0.0264, groups=1)])
+    watch.add(row(2, 0.0, log_prob=-0.1293, groups=1))
+
+
 def test_ordinary_variation_after_a_resume_passes() -> None:
     """Groups that are all right or all wrong, the noisiest there are: 1,000 resumed runs at each pass rate."""
     rng = random.Random(0)
