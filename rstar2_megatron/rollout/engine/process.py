@@ -11,7 +11,6 @@ socket is {"server_args": {...}}.
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import multiprocessing
 import os
@@ -130,13 +129,6 @@ class _EngineServer:
             reporter.cancel()
             _end_tree(0)  # the parent closed the connection or is gone
 
-    @functools.cached_property
-    def _inputs(self) -> Any:
-        """The classes of SGLang's requests."""
-        from sglang.srt.managers import io_struct
-
-        return io_struct
-
     async def _warm_up(self) -> None:
         """Generate with each kind of sampling, before the first report.
 
@@ -200,9 +192,11 @@ class _EngineServer:
         )
 
     async def do_score(self, params: dict[str, Any]) -> list[float]:
+        from sglang.srt.managers.io_struct import EmbeddingReqInput
+
         inputs = [np.asarray(ids).tolist() for ids in params["input_ids"]]
         rids = [f"{params['rid']}{number:06x}" for number in range(len(inputs))]
-        request = self._inputs.EmbeddingReqInput(input_ids=inputs, rid=rids)
+        request = EmbeddingReqInput(input_ids=inputs, rid=rids)
         outputs: list[dict[str, Any]] = await anext(self._manager.generate_request(request, None))
         return [float(output["embedding"][0]) for output in outputs]
 
@@ -210,11 +204,14 @@ class _EngineServer:
         self._manager.abort_request(rid=params["rid"], abort_all=not params["rid"])
 
     async def do_begin_update(self, params: None) -> None:
-        _demand(await self._manager.begin_weight_update(self._inputs.BeginWeightUpdateReqInput(), None))
+        from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
+
+        _demand(await self._manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
 
     async def do_load_bucket(self, params: dict[str, Any]) -> None:
         """Load a safetensors file by path, or a device buffer by one handle per tensor-parallel rank."""
         import torch
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
 
         from rstar2_megatron.rollout.engine.weight_hooks import LOADER
 
@@ -224,25 +221,33 @@ class _EngineServer:
         else:
             kind, contents = "path", [params["path"].encode()] * tp_size
         payloads = [pickle.dumps([(kind, torch.frombuffer(bytearray(content), dtype=torch.uint8))]) for content in contents]
-        update = self._inputs.UpdateWeightsFromTensorReqInput(
+        update = UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=payloads, load_format=LOADER, flush_cache=False, weight_version=params["version"]
         )
         _demand(await self._manager.update_weights_from_tensor(update, None))
 
     async def do_end_update(self, params: None) -> None:
-        _demand(await self._manager.end_weight_update(self._inputs.EndWeightUpdateReqInput(), None))
+        from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
+
+        _demand(await self._manager.end_weight_update(EndWeightUpdateReqInput(), None))
 
     async def do_flush_cache(self, params: None) -> bool:
         return bool((await self._manager.flush_cache()).success)
 
     async def do_release_memory(self, params: dict[str, Any]) -> None:
-        await self._manager.release_memory_occupation(self._inputs.ReleaseMemoryOccupationReqInput(tags=params["tags"]))
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=params["tags"]))
 
     async def do_resume_memory(self, params: dict[str, Any]) -> None:
-        await self._manager.resume_memory_occupation(self._inputs.ResumeMemoryOccupationReqInput(tags=params["tags"]))
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=params["tags"]))
 
     async def do_start_profile(self, params: dict[str, Any]) -> None:
-        await self._manager.start_profile(self._inputs.ProfileReq(**params))
+        from sglang.srt.managers.io_struct import ProfileReq
+
+        await self._manager.start_profile(ProfileReq(**params))
 
     async def do_stop_profile(self, params: None) -> None:
         await self._manager.stop_profile()
