@@ -35,7 +35,7 @@ def argument_fault(arguments: dict[str, Any], schema: ToolSchema) -> str:
 def is_call_as_text(text: str, names: Iterable[str]) -> bool:
     """Whether a text is a call of one of the tools in Python, or begins as one in JSON, which a rollout would not run."""
     rest = re.sub(r"""\A\s*(?:```\w*\s*)?\[?\s*(?:\{\s*"name"\s*:\s*)?['"]?""", "", text)
-    form = re.compile(r"""['"]?\s*\(.*\)\s*\]?\s*(?:```\s*)?\Z|"\s*(?:\}|,\s*"(?:arguments|parameters)")""", re.DOTALL)
+    form = re.compile(r"""['"]?\s*\(.*\)\s*+\]?\s*+(?:```\s*+)?\Z|"\s*(?:\}|,\s*"(?:arguments|parameters)")""", re.DOTALL)
     return any(rest.startswith(name) and form.match(rest, len(name)) for name in names)
 
 

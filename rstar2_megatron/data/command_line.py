@@ -43,7 +43,8 @@ def run_command(
         report = make(arguments)
     except (DataError, OSError, ValueError) as error:
         print(f"error: {reason_of(error, out, '--out')}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError | FileNotFoundError | PermissionError) else 1
+        wrong_place = FileNotFoundError | FileExistsError | NotADirectoryError | PermissionError
+        return 2 if isinstance(error, ValueError | wrong_place) else 1
     print(render(report))
     files = [f"{rows:,} rows to {out / name}" for name, rows in report["written"].items()]
     print(f"wrote {', '.join(files)}, and {out / 'report.json'}")

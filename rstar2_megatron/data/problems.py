@@ -221,10 +221,11 @@ def _check_whole(problem: Problem, prompt_key: str) -> None:
     # A second label or one word is enough, since spellings differ and one refused row costs its whole file.
     for key in () if _SECOND_LABEL.search(said) else ("options", "choices"):
         text = str(value := problem.extra.get(key)).lower()
-        words = {*_WORD.findall(text)} - {"none"}
+        words = {*_WORD.findall(text)} - {"none", "text", "label"}
         labels = {*string.ascii_lowercase, *string.digits[: text.count(",") + 2]} - words
         labels -= {str(choice).lower() for choice in value} if isinstance(value, list) else set()
-        by_label = re.search(r"\[|\bb\b", text) and all(one.strip("()").lower() in labels for one in problem.solutions)
+        several = re.search(r"""(?s)\[.*(?:,|['"]\s+['"])|\bb\b""", text)
+        by_label = several and all(one.strip("()").lower() in labels for one in problem.solutions)
         if words and by_label and not any(word in said.lower() for word in words):
             apart = key
     if apart:

@@ -105,7 +105,7 @@ def json_call(text: str) -> Call:
 def json_values(text: str) -> Iterator[Any]:
     """JSON objects and arrays in a text, in order; braces of prose are none. Raises ValueError at a broken object."""
     position = 0
-    while (found := re.compile(r"""\[|\{\s*["'}]""").search(text, position)) is not None:
+    while (found := re.compile(r"""\[|\{\s*(?:["'}]|\w+\s*:)""").search(text, position)) is not None:
         try:
             value, position = DECODER.raw_decode(text, found.start())
             yield value

@@ -53,6 +53,7 @@ _JUDGED = (  # the second words may begin a choice's text: C: no real roots
     r"(?:no|none|right|correct|(?:im)?possible|always|never)(?= ?(?:$|[,.;]| \x01?(?:because|since|as)\b))"
 )
 _CHOICE = re.compile(rf"(?!{UPRIGHT}?[A-Z] ?: {UPRIGHT}?(?i:{_JUDGED}))(?:\( )?{_LETTER} ?(?:$|[).:](?: (.+)|$))")
+_JUDGES = re.compile(rf"{_LETTER} [).:] {UPRIGHT}?(?i:{_JUDGED})")
 _NO_CHOICE = re.compile(rf"and |, |.*\bor\b|(?:.* )?{_LETTER} [).:]|{_LETTER}(?: ,|$)")
 _OPERATOR = re.compile(r"(?:[-+/^_=<>(\[|!',]|\\cdot|\\le|\\ge|\\ne|\\in|\\cup) ")
 _WORDS = re.compile(rf"(?:(?:{UPRIGHT}?[A-Za-z]+|[-'\".,])(?: |$))+")
@@ -117,8 +118,8 @@ class Comparison:
         letters = (_letters(a), _letters(b)) if " " in a + b else ([], [])
         if all(letters) or "or" in letters[0] + letters[1]:
             return letters[0] == letters[1]
-        if any(letters) and "(" in (a[:1], b[:1]) and self.same_parts(a, b):  # (A) 12, (C) 15 beside A, C
-            return True
+        if any(letters) and "(" in (a[:1], b[:1]) and not _JUDGES.search(f"{a} {b}") and self.same_parts(a, b):
+            return True  # (A) 12, (C) 15 beside A, C
         if (words := _words(a)) or _words(b):
             return words == _words(b)
         conditions = _conditions(a), _conditions(b)

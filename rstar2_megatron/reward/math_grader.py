@@ -45,6 +45,11 @@ def _grade(answer: str, solutions: list[str], algebra: Algebra) -> str | None:
     return None if comparison.unread else WRONG
 
 
+_TIMES = re.compile(
+    r"(?<=\d) \x01?(?:times|couples?)(?: \x01?(?:a|per|each|every) \x01?(?:day|week|month|year|hour|minute|second))?$"
+)
+
+
 def _forms(solution: str, answer: str) -> list[str]:
     """The solution, and without the percent sign, base, times or couples that it names where the answer names none.
 
@@ -53,5 +58,5 @@ def _forms(solution: str, answer: str) -> list[str]:
     base = IN_BASE.fullmatch(compact(solution))
     if base and base[1].casefold() == compact(answer).casefold():
         return [answer]
-    value, unit = split_unit(re.sub(r" \x01?(?:times|couples?)(?: \x01?(?:a|[a-z]{2,})){0,9}$", " %", solution))
+    value, unit = split_unit(_TIMES.sub(" %", solution))
     return [solution, value] if unit == "%" and not split_unit(answer)[1] else [solution]

@@ -120,6 +120,13 @@ def _repeating(match: re.Match[str]) -> str:
     return f" ({value}) "
 
 
+def _system(match: re.Match[str]) -> str:
+    """Relations that hold together, unless each row is a value and its condition."""
+    rows = [re.sub(r"[(\[] [^()\[\]]* [)\]]", "()", row.strip(" ,")) for row in match[1].split("\\\\")]
+    case = re.compile(r"(?:(?!\\(?:[lg]e|ne|in) )[^=<>])* , .*(?:[=<>]|\\(?:[lg]e|ne|in) )")
+    return match[0] if len(rows) > 1 and all(map(case.match, rows)) else match[1].replace("\\\\", ",")
+
+
 def _inside(match: re.Match[str]) -> bool:
     """Whether it is in brackets, where a comma parts elements."""
     before = match.string[max(match.start() - 4096, 0) : match.start()]  # as long as an answer: of longer ones in linear time
@@ -190,10 +197,7 @@ _IN_TOKENS: _Rules = [
     (re.compile(r"(?<=\\in )\x01?([CNQRZ])(?!\S)"), r"\\mathbb{\1}"),
     (re.compile(r"^\\\{ ((?!\w [|:])[^|:]+) [|:] (\w \\in \S+(?: \^ \S+)?) \\\}$"), r"\1 , \2"),
     (re.compile(r"\\\{ \\begin\{array\} ((?:(?!\\begin\{array).)*) \\end\{array\}"), r"\\begin{cases} \1 \\end{cases}"),
-    (
-        re.compile(r"^\\begin\{cases\} (?!(?:(?!\\(?:[lg]e|ne|in) )[^=<>])* , )([^&]*) \\end\{cases\}$"),  # a system, no cases
-        lambda m: m[1].replace("\\\\", ","),
-    ),
+    (re.compile(r"^\\begin\{cases\} ([^&]*) \\end\{cases\}$"), _system),
     (re.compile(r"(?<=\\mathbb\{R\}) - (?=\\\{)"), r" \\setminus "),
     (re.compile(r"(?<=\} )\^ \{ ([-+*]) \}"), r"^ \1"),  # \mathbb{R}^{+}
     (

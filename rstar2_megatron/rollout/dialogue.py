@@ -215,7 +215,7 @@ class Dialogue:
 
     def _misused(self, what: str) -> UserCodeError:
         """It ends the dialogue too, because a loop may catch it and go on as before."""
-        error = UserCodeError(f"{self._label}: {what}")
+        error = UserCodeError(f"{self._label}: {what}" if self._label else what)
         self.failure = self.failure or error
         self.close()
         return error
@@ -256,10 +256,12 @@ class Dialogue:
             except Exception as late:  # the deadline: not the loop's doing
                 self._over, self.failure = True, late
             else:
-                self._misused("a turn or a call was cancelled, by a timeout of the loop's own perhaps; it cannot be taken back")
+                by_tool = "a tool has cancelled its own task; let it raise ToolError"
+                by_loop = "a turn or a call was cancelled, by a timeout of the loop's own perhaps; it cannot be taken back"
+                self._misused(by_loop if is_cancelled() else by_tool)
             if is_cancelled():
                 raise
-            raise Left from error  # code of a tool has cancelled its task
+            raise Left from error
         except Exception as error:
             self._over, self.failure = True, error
             raise Left from error

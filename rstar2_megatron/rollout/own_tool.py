@@ -34,7 +34,7 @@ from rstar2_megatron.trajectory import Problem, ToolOutcome
 
 _PROBLEM = "problem"
 _NAME = re.compile(r"[\w.-]+")  # OpenAI's, and the dots of a namespace
-_LISTED = re.compile(r"(?m)^((?:Args|Arguments|Params|Parameters)(?:( *: *)|\n *-{3,} *)$)")
+_LISTED = re.compile(r"(?m)^( {0,3}(?:Args|Arguments|Params|Parameters)(?:( *: *)|\n *-{3,} *)$)")
 """The header of a docstring's list of parameters: `Args:`, or NumPy's with a line below."""
 _ENTRY = re.compile(r" *[-*]* *(\w+(?: *, *\w+)*) *(?:\(.+?\))? *(?::|$) *(.*)")  # `x (int): what`, `- x: what`, `x, y : int`
 _FIELD = re.compile(r"(?ms)^ *[:@](?:param(?:eter)?|arg(?:ument)?)(?: [^:\n]+?)? (\w+) *: *(.+?)(?=^ *[:@]\w|^ *$|\Z)")

@@ -126,9 +126,10 @@ async def _own_loop(
     user: _UsersCode, loop: Callable[..., Coroutine[Any, Any, Any]], problem: Problem, dialogue: Dialogue
 ) -> None:
     limit = asyncio.timeout(user.deadline + _GRACE_S - time.monotonic())
+    last = asyncio.timeout(user.deadline + 2 * _GRACE_S - time.monotonic())  # for what it has to close
     try:
-        async with limit:
-            reward = await _until_ignored(loop(problem, dialogue), dialogue, limit)
+        async with limit, last:
+            reward = await _until_ignored(loop(problem, dialogue), dialogue, last)
         if limit.expired():  # it caught the deadline
             raise TimeoutError from asyncio.CancelledError()
     except BaseException as error:

@@ -112,7 +112,7 @@ def row_segments(row: Mapping[str, Any], specials: re.Pattern[str] | None = None
     Raises ValueError for a row of another shape, or of which nothing is trained.
     """
     kwargs = row.get("chat_template_kwargs")  # a turn's own reasoning tells whether it thinks
-    asked = isinstance(kwargs, dict) and any(value for key, value in kwargs.items() if key != "enable_thinking")
+    asked = any(value for key, value in kwargs.items() if key != "enable_thinking") if isinstance(kwargs, dict) else kwargs
     given = [key for key in _KEYS if row.get(key) not in (None, "") and (asked or key != "chat_template_kwargs")]
     if given not in (["segments"], ["messages"]) or not isinstance(row[given[0]], list):
         raise ValueError(

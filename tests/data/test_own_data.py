@@ -244,6 +244,8 @@ WHOLE = "Which is it?\nA) 1,000\nB) $\\dfrac{1}{2}$ cm\nC) cat"
         ("How long is it?", ["2 cm", "3 cm"], "2"),
         ("How long is it?", ["5 cm", "6 cm"], "5"),
         ("How many are there?", "--shuffle", "1"),
+        ("How many are there?", {"tags": ["algebra"]}, "1"),
+        ("How many are there?", {"text": [], "label": []}, "2"),
         ("Who may give blood to all?", ["A", "B", "AB", "O"], "O"),
         ("Is it true?", ["A", "B"], "A"),
     ],

@@ -1285,7 +1285,15 @@ REVIEWED_PAIRS: list[Row] = [
     ("(A) 12, (C) 15", ["A, C", "C and A", "(A), (C)"], ["A, B", "A or C", "B, C", "A", "(A) 15, (C) 12"]),
     ("A, C", ["(A) 12, (C) 15"], ["(A) 12, (B) 15", "(A) 12, 15, (C) 7"]),
     ("(A) 3, (B) 1", ["A: 3, B: 1"], ["A: 1, B: 3", "(B) 3, (A) 1"]),
-    ("A, B", ["(A) 1, (B) 2"], ["x=B, y=A", "(x,y)=(B,A)"]),
+    ("A, B", ["(A) 1, (B) 2"], ["x=B, y=A", "(x,y)=(B,A)", "(A) no, (B) no", "(A) true, (B) false"]),
+    ("A, C", [], ["(A) is wrong, (C) is right"]),
+    ("3 \\text{ times two}", [], ["3"]),
+    ("5 \\text{ times a million}", [], ["5"]),
+    ("5 \\text{ couples and a half}", [], ["5"]),
+    ("\\text{no times}", [], ["\\text{no}"]),
+    ("6 \\text{ times a week}", ["6"], ["42"]),
+    ("\\begin{cases}(x,y)=(1,2)\\\\(x,y)=(3,4)\\end{cases}", ["(1,2),(3,4)"], ["(1,4),(3,2)"]),
+    ("\\begin{cases}x_1, x_2 = 1 \\\\ y = 2\\end{cases}", ["\\begin{cases}x_1, x_2 = 1 \\\\ y = 2\\end{cases}"], []),
 ]
 FORM_REFUSED = [
     ("10^6", "1{,}000,000"), ("3:5", "6:10"), ("y = \\frac{1}{x}", "xy = 1"),

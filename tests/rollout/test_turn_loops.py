@@ -163,6 +163,13 @@ async def deaf(problem, dialogue):
             await asyncio.sleep(30)
         except BaseException:
             pass
+async def tidy(problem, dialogue):
+    await dialogue.generate()
+    try:
+        await asyncio.sleep(30)
+    finally:
+        await asyncio.sleep(0)
+        CLOSED.append("tidied")
 async def contented(problem, dialogue):
     await dialogue.generate()
     try:
@@ -538,6 +545,13 @@ async def test_a_loop_that_awaits_for_ever_is_left_at_the_trajectorys_deadline(t
     assert t.finish_reason is FinishReason.INFRASTRUCTURE and t.user_error == "TimeoutError"
     assert f"mine.py:{name} did not end within rollout.trajectory_timeout_s: " in t.error
     assert name != "hanging" or ", in hanging: " in t.error
+
+
+async def test_what_a_loop_holds_is_closed_at_the_deadline(tokenizer: Any, code: Any) -> None:
+    loop = make_loop(tokenizer, ["a"], loop=(mine := code("tidy")), timeout_s=0.3)
+    t = await loop.run(PROBLEM, 0)
+    assert "did not end within rollout.trajectory_timeout_s" in t.error
+    assert mine.load().__globals__["CLOSED"] == ["tidied"]
 
 
 class LateEngine(WrittenEngine):
