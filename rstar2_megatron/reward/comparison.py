@@ -26,7 +26,8 @@ _NAME = (  # x, \angle ABC, AB, \alpha, a_{n}, f(x), \text{cost}; \sin A, |AB|, 
 )
 _SIDE = r"(?:(?!\\[lg]e )[^<>=])+"
 _ROOTS = re.compile(r"(x|z|t|\\lambda)_\{\d(?:\}(?: , \1_\{\d\})+|,2\})")  # x_{1} , x_{2} and x_{1,2}
-_ORDERED = re.compile(rf"{_ROOTS.pattern} = |[^=]+ , [^=]+ = |(?:[A-Z]|\\vec\S+) = \(| = ")  # or no name
+_POINT = r"(?:[A-Z]{1,2}|[A-Z]_\S+|\\vec\S+)"
+_ORDERED = re.compile(rf"{_ROOTS.pattern} = |[^=]+ , [^=]+ = |{_POINT} = \(| = ")  # or no name
 _REWRITTEN = [  # one spelling for sets and inequalities: x \in and an interval
     (r"\\\{ (?:\w|\w \\in \\mathbb\{R\}) (?:\||:) (.+) \\\}", r"\1"),
     (r"\{ ((?!.*\\choose).*) \}", r"\1"),

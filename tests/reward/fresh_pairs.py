@@ -1287,6 +1287,7 @@ REVIEWED_PAIRS: list[Row] = [
     ("(A) 3, (B) 1", ["A: 3, B: 1"], ["A: 1, B: 3", "(B) 3, (A) 1"]),
     ("A, B", ["(A) 1, (B) 2"], ["x=B, y=A", "(x,y)=(B,A)", "(A) no, (B) no", "(A) true, (B) false"]),
     ("A, C", [], ["(A) is wrong, (C) is right"]),
+    ("2, -3", ["AB=(2,-3)", "P_1=(2,-3)"], ["AB=(-3,2)", "P_1=(-3,2)"]),
     ("3 \\text{ times two}", [], ["3"]),
     ("5 \\text{ times a million}", [], ["5"]),
     ("5 \\text{ couples and a half}", [], ["5"]),
