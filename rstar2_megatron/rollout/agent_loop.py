@@ -224,6 +224,7 @@ class RunningTrajectory:
             self.on_progress(self.trajectory.prompt_tokens, self.trajectory.response_tokens + more)
 
     def seconds_left(self) -> float:
+        """Until the trajectory's deadline. Raises Interrupted behind it."""
         seconds = self.deadline - time.monotonic()
         if seconds <= 0:
             raise Interrupted(f"the trajectory took longer than {self.loop.timeout_s:.0f} s")

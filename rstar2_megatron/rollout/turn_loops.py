@@ -149,21 +149,20 @@ async def _own_loop(
 
 @types.coroutine
 def _until_ignored(running: Coroutine[Any, Any, Any], dialogue: Dialogue, limit: asyncio.Timeout) -> Generator[Any, Any, Any]:
-    """What the loop returns. Raises Left where it goes on behind the dialogue's end; its code is then not run on."""
+    """What the loop returns. Where it goes on behind the dialogue's end or behind `limit`, its code is not run on.
+
+    Raises Left at the first, and what ended its wait at the second.
+    """
     value, error = None, None
     while True:
         try:
             awaited = running.send(value) if error is None else running.throw(error)
         except StopIteration as end:
             return end.value
-        if dialogue.ignored:
+        if dialogue.ignored or limit.expired():
             with contextlib.suppress(BaseException):  # it may ignore this too
                 running.close()
-            raise Left
-        if limit.expired():  # it caught the deadline and goes on
-            with contextlib.suppress(BaseException):
-                running.close()
-            raise error or asyncio.CancelledError
+            raise Left if dialogue.ignored else error or asyncio.CancelledError
         value, error = None, None
         try:
             value = yield awaited
