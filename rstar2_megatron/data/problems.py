@@ -218,18 +218,26 @@ def _check_whole(problem: Problem, prompt_key: str) -> None:
     """Raises ValueError where choices, of which the answer is a letter or a number, or Alpaca's input are not in the prompt."""
     said = "\n".join(message["content"] for message in problem.prompt)
     apart = "input" if prompt_key == "instruction" and str(problem.extra.get("input") or "").strip() not in said else ""
-    # A second label or one word is enough, since spellings differ and one refused row costs its whole file.
-    for key in () if _SECOND_LABEL.search(said) else ("options", "choices"):
-        text = str(value := problem.extra.get(key)).lower()
-        words = {*_WORD.findall(text)} - {"none", "text", "label"}
-        labels = {*string.ascii_lowercase, *string.digits[: text.count(",") + 2]} - words
-        labels -= {str(choice).lower() for choice in value} if isinstance(value, list) else set()
-        several = re.search(r"""(?s)\[.*(?:,|['"]\s+['"])|\bb\b""", text)
-        by_label = several and all(one.strip("()").lower() in labels for one in problem.solutions)
-        if words and by_label and not any(word in said.lower() for word in words):
+    for key in ("options", "choices"):
+        if _chosen_from(problem.extra.get(key), problem.solutions, said):
             apart = key
     if apart:
         raise ValueError(f"{apart!r} belongs to the problem and is not in {prompt_key!r}; put it there by data.rows")
+
+
+def _chosen_from(choices: Any, solutions: Sequence[str], said: str) -> bool:
+    """Whether the answers are labels of these choices, none of which the prompt `said`.
+
+    A second label or one word in the prompt is enough, since spellings differ and one refused row costs its whole file.
+    """
+    text = str(choices).lower()
+    words = {*_WORD.findall(text)} - {"none", "text", "label"}  # the last two are keys of ARC's choices
+    if not words or _SECOND_LABEL.search(said) or any(word in said.lower() for word in words):
+        return False
+    labels = {*string.ascii_lowercase, *string.digits[: text.count(",") + 2]} - words
+    labels -= {str(choice).lower() for choice in choices} if isinstance(choices, list) else set()
+    several = re.search(r"""(?s)\[.*(?:,|['"]\s+['"])|\bb\b""", text)  # in a list of any spelling, or by their labels
+    return bool(several) and all(one.strip("()").lower() in labels for one in solutions)
 
 
 def listed(value: Any, key: str, *kinds: type) -> Any:
