@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -18,7 +17,7 @@ import pytest
 import yaml
 
 from rstar2_megatron.report.arms import changes, work_of
-from rstar2_megatron.runs.ablation import Ablation, run_ablation
+from rstar2_megatron.runs.ablation import Ablation, ArmRun, _start, run_ablation
 from rstar2_megatron.runs.main import main, parse
 from rstar2_megatron.runs.stages import override_words, read_section
 from rstar2_megatron.settings.load import CONFIG_DIR, ConfigError, load, print_config, to_plain
@@ -108,38 +107,30 @@ def test_what_is_there_is_drawn_and_only_the_rest_is_run(
 
 @pytest.mark.parametrize(("at_once", "finished", "together"), [(1, True, 1), (2, True, 2), (2, False, 1)])
 def test_runs_come_side_by_side_once_one_has_a_step(
-    file: Path, tmp_path: Path, at_once: int, finished: bool, together: int
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int, finished: bool, together: int
 ) -> None:
-    """Another process holds the names of two runs, so that they end after their start-up."""
+    """Another process holds the names of two runs, so that they end after their start-up, which takes many polls."""
     root = tmp_path / "three"
     file.write_text(file.read_text().replace("metrics:", f"at_once: {at_once}\nmetrics:"))
     if finished:
         ended(root / "plain-0", 0.5, words_of(file, "plain", 0))
     root.mkdir(exist_ok=True)
-    seen, over = [0], threading.Event()
+    started: list[subprocess.Popen[bytes]] = []
+    alive: list[int] = []
 
-    def runs() -> int:
-        found = 0
-        for process in psutil.Process().children():
-            with contextlib.suppress(psutil.Error):
-                found += "rstar2_megatron.runs.main" in process.cmdline()
-        return found
+    def start(config: str, run: ArmRun) -> subprocess.Popen[bytes]:
+        started.append(_start(config, run))
+        alive.append(sum(process.poll() is None for process in started))
+        return started[-1]
 
-    def watch() -> None:
-        while not over.wait(0.1):
-            seen.append(runs())
-
-    watcher = threading.Thread(target=watch)
+    monkeypatch.setattr("rstar2_megatron.runs.ablation._start", start)
+    monkeypatch.setattr("rstar2_megatron.runs.ablation._POLL_S", 0.01)
+    arms = ["plain", "roc", "cispo"] if finished else ["roc", "cispo"]
     with contextlib.ExitStack() as held:
         for arm in ("roc", "cispo"):
             fcntl.flock(held.enter_context((root / f".{arm}-0.lock").open("w")), fcntl.LOCK_EX)
-        held.callback(watcher.join)
-        held.callback(over.set)
-        watcher.start()
-        assert (
-            run_ablation(str(file), [], ["plain", "roc", "cispo"] if finished else ["roc", "cispo"], ["0"], dry_run=False) == 1
-        )
-    assert max(seen) == together
+        assert run_ablation(str(file), [], arms, ["0"], dry_run=False) == 1
+    assert alive == [1, together]
     assert sorted(path.name for path in root.glob("*.log")) == ["cispo-0.log", "roc-0.log"]
 
 
