@@ -157,7 +157,7 @@ class Phase:
         names = [f"engines:{number}" for number in range(count)]
         engines = SimpleNamespace(names=names, lost={}, start=print, restarts=Counter())
         end: Any = SimpleNamespace(
-            channel=channel, engines=engines, lengths=LengthSurvival(self.settings.runner.seq_length), show_progress=print
+            rlinf=channel, engines=engines, lengths=LengthSurvival(self.settings.runner.seq_length), show_progress=print
         )
         server = PhaseServer(end, phase, self.spec, "rollout", PhaseEvents())
         running = [asyncio.create_task(worker.generate(channel, self.spec)) for worker in self.workers]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import statistics
@@ -147,6 +148,7 @@ async def policies(
                     continue
                 for engine in engines:
                     await engine.flush_cache()
+                spent = _cpu_s()
                 live, done = await replay(
                     step,
                     engines,
@@ -158,7 +160,8 @@ async def policies(
                     slice_size=options.slice_size,
                 )
                 simulated = Simulator(done, cluster, policy, options.slice_size, simulated_budgets).run()
-            line("live", policy=policy, **live)
+            cpu_s = {f"{kind}_cpu_s": round(seconds - spent[kind], 2) for kind, seconds in _cpu_s().items()}
+            line("live", policy=policy, **live, **cpu_s)
             line("simulated", policy=policy, **vars(simulated))
             seen[policy].append(live["makespan_s"])
             predicted[policy].append(simulated.makespan_s)
@@ -171,6 +174,16 @@ async def policies(
         fastest_first_seen=sorted(POLICIES, key=means[0].__getitem__),
         fastest_first_predicted=sorted(POLICIES, key=means[1].__getitem__),
     )
+
+
+def _cpu_s() -> dict[str, float]:
+    """CPU seconds up to now of this process, which schedules, of the engines, and of the judge with its programs."""
+    spent = {"driver": sum(psutil.Process().cpu_times()[:2]), "engine": 0.0, "judge": 0.0}
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            kind = "engine" if any("engine" in word for word in process.cmdline()) else "judge"
+            spent[kind] += sum(process.cpu_times()[: 4 if kind == "judge" else 2])
+    return spent
 
 
 async def run(options: argparse.Namespace, judge_url: str) -> None:

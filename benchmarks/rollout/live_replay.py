@@ -176,6 +176,7 @@ async def replay(
         "prefill_tokens": int(stats["prefill_tokens"]),
         "prefix_hit_rate": round(stats["prefix_hit_rate"], 4),
         "kv_use": round(stats["kv_use"], 3),
+        "running_requests": round(stats["running_requests"], 1),
         "p50_s": round(float(np.quantile(seconds, 0.5)), 2),
         "p99_s": round(float(np.quantile(seconds, 0.99)), 2),
         "generated_tokens": int(stats["generated_tokens"]),
