@@ -223,6 +223,8 @@ def _register_resolvers() -> None:
 
 def _compose(directory: Path, name: str, overrides: Sequence[str]) -> dict[str, Any]:
     _register_resolvers()
+    if own := [word for word in overrides if word.lstrip("+~").startswith("hydra.")]:
+        raise ConfigError(f"{own[0]}: Hydra's own keys do nothing here; leave it out (runner.output_dir: where a run writes)")
     # The whole placement replaces that of the YAML, because merging would place a component twice. It is read as YAML, because
     # RLinf's "actor,rollout,reward" is not a key in Hydra's grammar.
     placements = [word for word in overrides if word.lstrip("+").startswith(_PLACEMENT)]

@@ -15,6 +15,7 @@ SECONDS = [
     "grading --responses 32",
     "growth --models 7b --gpus 8 --problems 512",
     "judge.calls --seconds 0.5 --cases print --clients 1 --workers 2",
+    "paper_step.hot_path --parts --problems 2 --group 4 --mean-tokens 50 --max-tokens 100 --engines 2",
     "rollout.asynchronous --models 7b --actors 4 --bounds 1 --problems 4 --warm 1 --steps 2",
     "rollout.lending --models 7b --actors 4 --bounds 1 --problems 4 --warm 1 --steps 2",
 ]
@@ -24,7 +25,6 @@ LONGER = [
     "actor.throughput --turns 1",
     "judge.burst --calls 200 --workers 2",
     "paper_step --problems 2 --group 4 --mean-tokens 50 --max-tokens 100 --engines 2 --ranks 2",
-    "paper_step.hot_path --parts --problems 2 --group 4 --mean-tokens 50 --max-tokens 100 --engines 2",
     "rollout.live --model {model} --groups 1 --group-size 4 --tokens 20 --repeat 1 --rounds 1 --cases overhead",
     "rollout.scheduler 7b-128x32-8k --policies kv_adaptive",
     "rollout.trace_overhead --model {model} --pairs 1 --groups 1",

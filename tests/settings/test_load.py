@@ -121,6 +121,7 @@ def test_a_yaml_elsewhere_may_build_on_the_base(tmp_path: Path) -> None:
         (TINY, ["runner.max_steps=1,2"], r"^'runner.max_steps=1,2' cannot be read; .*, a list key=\[a,b\], .* commas"),
         (TINY, ["~runner.nothing"], r"^'runner.nothing' does not exist; ~key removes a key that rstar2-tiny-cpu.yaml or"),
         (TINY, ["~runner.max_steps=99"], r"^The value of 'runner.max_steps' is 50 and not 99; ~key removes"),
+        (TINY, ["hydra.run.dir=/x"], r"^hydra.run.dir=/x: Hydra.s own keys do nothing here; leave it out .runner.output_dir"),
         (TINY, ["=3"], r"'=3' cannot be read; an override is written key=value"),
         (TINY, ["cluster.component_placement=[a"], r"^cluster.component_placement: expected .*; indent by blanks, close each"),
         (TINY, ["runner.max_steps=${foo:1}"], r"^runner.max_steps cannot be computed: Unsupported .* foo; ..section.key. is"),
