@@ -42,7 +42,7 @@ APART = (
     "runner.save_interval=-1",
     "runner.val_check_interval=-1",
 )
-PANELS = ("pass-rate", "held-out", "tool-errors")
+PANELS = ("pass-rate", "reward", "tool-errors")
 _IDLE = ("rollout/engine/trainer_idle_seconds", "rollout/engine/engine_idle_seconds")
 
 
@@ -158,7 +158,7 @@ def main() -> int:
     result = {**summary(runs, options.seeds), "tool_delay_s": options.tool_delay_s}
     print(json.dumps(result), flush=True)
     write_result(options.result, result)
-    arms = [f"S={bound}={','.join(map(str, paths))}" for bound, paths in runs.items()]
+    arms = [f"staleness {bound}={','.join(map(str, paths))}" for bound, paths in runs.items()]
     words = [word for arm in arms for word in ("--arm", arm)]
     return draw([*words, "--metrics", *PANELS, "--x", "time", "--out", str(options.out)])
 
