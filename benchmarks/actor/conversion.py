@@ -30,6 +30,7 @@ from benchmarks.memory import resident_peak_gb
 from benchmarks.records import write_result
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.services.process import free_port
+from rstar2_megatron.weights.checksum import tensor_checksum
 
 
 def tensor_shapes(config: ModelConfig) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
@@ -64,16 +65,26 @@ def write_checkpoint(model: Path, checkpoint: Path) -> None:
     from megatron.core.dist_checkpointing import ShardedTensor
 
     from rstar2_megatron.actor.checkpoint import _COUNTERS, _ThreadedSave
+    from rstar2_megatron.actor.hf_weights import Mapping
+
+    def note(name: str, layer: int | None, weight: torch.Tensor) -> None:
+        mapping = Mapping.of(name, layer)
+        pieces = mapping.split(weight, config.head_dim, config.num_kv_heads)
+        checksums.update(zip(mapping.names(0), map(tensor_checksum, pieces)))
 
     config = ModelConfig.from_directory(model)
     outer, layer = tensor_shapes(config)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
-    state: dict[str, Any] = {_COUNTERS: {}}
+    checksums: dict[str, int] = {}
+    state: dict[str, Any] = {_COUNTERS: {"weights_checksum": checksums}}
     for name, shape in outer.items():
-        state[name] = ShardedTensor.from_rank_offsets(name, torch.randn(shape, dtype=torch.bfloat16))
+        weight = torch.randn(shape, dtype=torch.bfloat16)
+        note(name, None, weight)
+        state[name] = ShardedTensor.from_rank_offsets(name, weight)
     for name, shape in layer.items():
         weight = torch.randn(shape, dtype=torch.bfloat16)
         for number in range(config.num_layers):
+            note(f"decoder.layers.{number}.{name}", number, weight)
             state[f"{name}.{number}"] = ShardedTensor.from_rank_offsets(
                 f"decoder.layers.{name}", weight, (0, number, config.num_layers), prepend_axis_num=1
             )
