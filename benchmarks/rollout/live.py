@@ -181,7 +181,7 @@ def _cpu_s() -> dict[str, float]:
     spent = {"driver": sum(psutil.Process().cpu_times()[:2]), "engine": 0.0, "judge": 0.0}
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            kind = "engine" if any("engine" in word for word in process.cmdline()) else "judge"
+            kind = "judge" if any("judge" in word or "redis" in word for word in process.cmdline()) else "engine"
             spent[kind] += sum(process.cpu_times()[: 4 if kind == "judge" else 2])
     return spent
 
