@@ -96,7 +96,7 @@ repeated inverted negated rooted truncated estimated roughly nearly possibly pro
 """
 _NO_UNITS = frozenset(_NO_UNIT_WORDS.split())
 _NUMERAL = re.compile(  # million, thirteen, fifty, and parts: eighths, thousandths
-    r".*fold|(?:.+teen|hundred|thousand|.+illion|ten|eleven|four|fif|six|seven|eigh|nin|twelf)(?:th)?|"
+    r".*folds?|(?:.+teen|hundred|thousand|.+illion|ten|eleven|four|fif|six|seven|eigh|nin|twelf)(?:th)?|"
     r"(?:twen|thir|for|fif|six|seven|eigh|nine)t(?:y|ieth)"
 )
 

@@ -23,7 +23,7 @@ NO_UNITS = """
 not to but if when than then more least most only about around over between above below negative score half third quarter
 fourth fifth sixths sevenths eighths ninths tenths elevenths twelfths fifteenths twentieths hundredths thousandths millionths
 th st nd rd minus divided multiplied of mod modulo zero seven twelve thirteen nineteen twenty fifty ninety hundred thousand
-million billion trillion gross permille promille ppm dozens fold added subtracted increased omitted estimated roughly
+million billion trillion gross permille promille ppm dozens fold folds added subtracted increased omitted estimated roughly
 """
 
 
