@@ -186,6 +186,8 @@ class PaperSGLang:
     async def flush_cache(self) -> Any:
         return types.SimpleNamespace(success=True)
 
+    async def freeze_gc(self) -> None: ...
+
     async def async_generate(self, input_ids: list[int], sampling_params: dict[str, Any], **_: Any) -> dict[str, Any]:
         result = await self._engine.generate(
             input_ids, sampling_params, timeout_s=0.0, owner=sampling_params.get("trajectory", object())
