@@ -30,7 +30,7 @@ from benchmarks.memory import resident_peak_gb
 from benchmarks.records import write_result
 from rstar2_megatron.model.model_config import ModelConfig
 from rstar2_megatron.services.process import free_port
-from rstar2_megatron.weights.checksum import tensor_checksum
+from rstar2_megatron.weights.checksum import weights_checksum
 
 
 def tensor_shapes(config: ModelConfig) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
@@ -67,10 +67,9 @@ def write_checkpoint(model: Path, checkpoint: Path) -> None:
     from rstar2_megatron.actor.checkpoint import _COUNTERS, _ThreadedSave
     from rstar2_megatron.actor.hf_weights import Mapping
 
-    def note(name: str, layer: int | None, weight: torch.Tensor) -> None:
+    def sums_of(name: str, layer: int | None, weight: torch.Tensor) -> dict[str, int]:
         mapping = Mapping.of(name, layer)
-        pieces = mapping.split(weight, config.head_dim, config.num_kv_heads)
-        checksums.update(zip(mapping.names(0), map(tensor_checksum, pieces)))
+        return weights_checksum(zip(mapping.names(0), mapping.split(weight, config.head_dim, config.num_kv_heads)))
 
     config = ModelConfig.from_directory(model)
     outer, layer = tensor_shapes(config)
@@ -79,12 +78,13 @@ def write_checkpoint(model: Path, checkpoint: Path) -> None:
     state: dict[str, Any] = {_COUNTERS: {"weights_checksum": checksums}}
     for name, shape in outer.items():
         weight = torch.randn(shape, dtype=torch.bfloat16)
-        note(name, None, weight)
+        checksums |= sums_of(name, None, weight)
         state[name] = ShardedTensor.from_rank_offsets(name, weight)
     for name, shape in layer.items():
         weight = torch.randn(shape, dtype=torch.bfloat16)
+        sums = sums_of(f"decoder.layers.0.{name}", 0, weight).values()  # all layers have this weight
         for number in range(config.num_layers):
-            note(f"decoder.layers.{number}.{name}", number, weight)
+            checksums.update(zip(Mapping.of(f"decoder.layers.{number}.{name}", number).names(0), sums))
             state[f"{name}.{number}"] = ShardedTensor.from_rank_offsets(
                 f"decoder.layers.{name}", weight, (0, number, config.num_layers), prepend_axis_num=1
             )

@@ -159,8 +159,8 @@ async def policies(
                     budgets=budgets,
                     slice_size=options.slice_size,
                 )
+                cpu_s = {f"{kind}_cpu_s": round(seconds - spent[kind], 2) for kind, seconds in _cpu_s().items()}
                 simulated = Simulator(done, cluster, policy, options.slice_size, simulated_budgets).run()
-            cpu_s = {f"{kind}_cpu_s": round(seconds - spent[kind], 2) for kind, seconds in _cpu_s().items()}
             line("live", policy=policy, **live, **cpu_s)
             line("simulated", policy=policy, **vars(simulated))
             seen[policy].append(live["makespan_s"])
@@ -182,7 +182,7 @@ def _cpu_s() -> dict[str, float]:
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             kind = "judge" if any("judge" in word or "redis" in word for word in process.cmdline()) else "engine"
-            spent[kind] += sum(process.cpu_times()[: 4 if kind == "judge" else 2])
+            spent[kind] += sum(process.cpu_times()[:4])  # of a child that has ended, too
     return spent
 
 
