@@ -93,6 +93,15 @@ def find_resume(resume_dir: str | None, checkpoints_dir: Path) -> tuple[int, Pat
     return int(match.group(1)), path
 
 
+def set_aside_behind(step: int, checkpoints_dir: Path, suffix: str) -> list[Path]:
+    """Rename the checkpoints of later steps, which a run that goes on from `step` makes anew; returns where they are.
+
+    As checkpoints of this run they would be the newest: what is saved next would be removed, and the next resume go to them.
+    """
+    later = [path for other, path in complete_checkpoints(checkpoints_dir) if other > step]
+    return [path.rename(path.with_name(f"{path.name}.{suffix}")) for path in later]
+
+
 @dataclass(frozen=True, slots=True)
 class UnfinishedCheckpoint:
     """global_step_{step} under a temporary name; its model may not be written completely."""

@@ -6,6 +6,7 @@ refused. Digits that anything parted stay two numbers.
 
 from __future__ import annotations
 
+import functools
 import re
 import unicodedata
 from collections.abc import Callable, Sequence
@@ -218,6 +219,7 @@ _BOUND = re.compile(r"(?:^| )([a-z]) (?:.* )?, \1 \\in \S+(?: \^ \S+)?(?: \\\})?
 _DELIMITER = re.compile(r"(?<!\\)\$")
 
 
+@functools.lru_cache(4096)  # a group has one solution and few different answers
 def spell(answer: str) -> str:
     """The tokens of an answer, without markdown, delimiters, a full stop and words such as `Answer:`."""
     text = _rewritten(re.sub(r"√\s*(\d+(?:\.\d+)?)", r"\\sqrt{\1}", answer).translate(_CHARACTERS), _CHARACTERS_TO_TEX)

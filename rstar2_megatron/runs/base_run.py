@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 from rstar2_megatron.extension.user_code import all_user_code
-from rstar2_megatron.records.checkpoint import find_resume
+from rstar2_megatron.records.checkpoint import find_resume, set_aside_behind
 from rstar2_megatron.records.whole_file import write_json, write_text
 from rstar2_megatron.services.run_temporary import RunTemporary
 from rstar2_megatron.settings.load import print_config
@@ -114,8 +114,9 @@ class BaseRun:
     def begin(self, total_steps: int) -> tuple[int, Path] | None:
         """Make the run's directory; returns the (step, checkpoint) to resume from, or None.
 
-        An earlier run of this name that finished, or that has no checkpoint, is moved aside. A run that was killed after
-        its last step is resumed to finish. Raises ValueError for a bad `runner.resume_dir`.
+        An earlier run of this name that finished, or that has no checkpoint, is moved aside, as are checkpoints behind the
+        one that `runner.resume_dir` names. A run that was killed after its last step is resumed to finish. Raises ValueError
+        for a bad `runner.resume_dir`.
         """
         runner = self.settings.runner
         resume = find_resume(runner.resume_dir, self.checkpoints)
@@ -124,6 +125,11 @@ class BaseRun:
             resume = None
         elif resume is None and (self.directory / "metrics.jsonl").exists():
             self._archive("it has no checkpoint to resume from")
+        if resume and (later := set_aside_behind(resume[0], self.checkpoints, _stamp())):
+            self._say(
+                f"checkpoints behind step {resume[0]} are of the steps that are made again: moved to "
+                f"{', '.join(map(str, later))}; to go on after a stop of this run, take runner.resume_dir=auto"
+            )
         self.directory.mkdir(parents=True, exist_ok=True)
         (self.directory / FINISHED).unlink(missing_ok=True)
         write_text(self.directory / "config.yaml", print_config(self.settings))
@@ -138,8 +144,7 @@ class BaseRun:
 
     def _archive(self, why: str) -> None:
         """Rename the directory of an earlier run of the same name."""
-        stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-        target = self.directory.with_name(f"{self.directory.name}.{stamp}")
+        target = self.directory.with_name(f"{self.directory.name}.{_stamp()}")
         self.directory.rename(target)
         self._say(f"an earlier run of this name was moved to {target} ({why}); starting a new one")
 
@@ -152,6 +157,11 @@ class BaseRun:
             self._closing.close()
         except Exception:
             logger.debug("while closing", exc_info=True)
+
+
+def _stamp() -> str:
+    """For the name of what is moved aside."""
+    return datetime.now().strftime("%Y%m%d-%H%M%S")
 
 
 def finished_step(directory: Path, runner: RunnerSettings, total_steps: int) -> int | None:

@@ -552,7 +552,8 @@ def disk_problems(settings: Settings, model: ModelConfig, free_bytes: Callable[[
     run = run_directory(settings)
     directory = nearest_existing(run.resolve())
     disk, one = disk_needed(settings, model), checkpoint_bytes(settings, model)
-    existing = len(list((run / "checkpoints").glob("global_step_*")))
+    resume = find_resume(runner.resume_dir, run / "checkpoints")
+    existing = sum(step <= resume[0] for step, _ in complete_checkpoints(run / "checkpoints")) if resume else 0
     count = max(disk.num_checkpoints - existing, 1)
     needed, free = one * count + disk.export, free_bytes(directory)
     if free < needed:

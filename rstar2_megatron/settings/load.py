@@ -38,7 +38,7 @@ _HOME = re.compile(r"(?<=[=\[,'\"])~(?=/)")  # of an override's value, where no 
 _INPUTS = (
     "rollout.model.model_path", "data.train_data_paths", "data.val_data_paths", "sft.train_data_paths", "sft.val_data_paths",
     "preference.train_data_paths", "preference.val_data_paths", "search.reward_model", "runner.init_checkpoint",
-    "runner.replay_rollouts", "runner.corridor",
+    "runner.replay_rollouts", "runner.corridor", "runner.resume_dir",
 )  # fmt: skip
 _OUTPUTS = ("runner.output_dir", "runner.logger.log_path")
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "config"
@@ -162,7 +162,9 @@ def _place_files(data: dict[str, Any], folders: Sequence[Path]) -> None:
     def placed(value: Any) -> Any:
         if isinstance(value, list):
             return [placed(one) for one in value]
-        found = (folder / Path(value).expanduser() for folder in folders) if isinstance(value, str) and value else ()
+        if not isinstance(value, str) or value in ("", "auto"):  # auto: of runner.resume_dir
+            return value
+        found = (folder / Path(value).expanduser() for folder in folders)
         return next((str(path) for path in found if path.exists() and path != Path.cwd() / value), value)
 
     for key in _INPUTS:

@@ -26,6 +26,20 @@ def test_saved_found_loaded_and_pruned(tmp_path: Path) -> None:
     assert checkpoint.find_resume(None, tmp_path) is None
 
 
+def test_a_run_that_goes_on_from_an_earlier_step_keeps_what_it_saves(tmp_path: Path) -> None:
+    """Steps 90 and 100 of the run that was left made those behind 60 the oldest, which went as soon as they were written."""
+    for step in (60, 90, 100):
+        checkpoint.save(tmp_path, step, write_actor, {"step": step}, keep=3)
+    moved = checkpoint.set_aside_behind(60, tmp_path, "left")
+    assert sorted(path.name for path in moved) == ["global_step_100.left", "global_step_90.left"]
+    assert all((path / "actor" / "weights").is_file() for path in moved)
+    assert checkpoint.set_aside_behind(60, tmp_path, "left") == []
+    for step in (70, 80):
+        checkpoint.save(tmp_path, step, write_actor, {"step": step}, keep=2)
+    assert checkpoint.find_resume("auto", tmp_path) == (80, tmp_path / "global_step_80")
+    assert [step for step, _ in checkpoint.complete_checkpoints(tmp_path)] == [70, 80]
+
+
 def test_a_save_that_fails_costs_nothing(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, 1, write_actor, {"step": 1}, keep=1)
 

@@ -46,13 +46,22 @@ class _TryAgain(Exception):
         self.wait_s = wait_s
 
 
+def authorization(token: str | None = None) -> dict[str, str]:
+    """The header with a token; by default that of JUDGE_TOKEN.
+
+    It is the server's variable, which may hold several, and which RLinf passes to workers on all nodes.
+    """
+    token = token or os.environ.get("JUDGE_TOKEN", "").split(",")[0]
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
 class JudgeClient:
     """One connection pool with at most `max_concurrency` calls in flight. Bound to the event loop that uses it first.
 
     Calls within `batch_window_s` of another are sent together, at most `batch_size` of them (1: each alone). A call waits up to
     `max_outage_s` for a judge that is away, and up to `max_overload_s` for one that is overloaded (429, queue_timeout, no
-    answer within `request_timeout_s` from a judge that answers a ping). `token` defaults to the environment variable
-    JUDGE_TOKEN.
+    answer within `request_timeout_s` from a judge that answers a ping). `memory_mb` defaults to the judge's limit, `token` to
+    the environment variable JUDGE_TOKEN.
     """
 
     def __init__(
@@ -60,6 +69,7 @@ class JudgeClient:
         base_url: str,
         *,
         time_limit_s: float = 4.0,
+        memory_mb: int | None = None,
         request_timeout_s: float = 60.0,
         max_outage_s: float = 120.0,
         max_overload_s: float = 600.0,
@@ -77,11 +87,8 @@ class JudgeClient:
         self.max_outage_s = max_outage_s
         self.max_overload_s = max_overload_s
         self.max_concurrency = max_concurrency
-        self._headers = {}
-        # the server's variable, which may hold several; RLinf passes it to workers on all nodes
-        token = token or os.environ.get("JUDGE_TOKEN", "").split(",")[0]
-        if token:
-            self._headers["Authorization"] = f"Bearer {token}"
+        self._limits = {"time_limit_s": str(time_limit_s)} | ({"memory_mb": str(memory_mb)} if memory_mb else {})
+        self._headers = authorization(token)
         if client_id:
             self._headers["X-Client-Id"] = client_id
         self._counts: defaultdict[str, float] = defaultdict(int, calls=0, retries=0, outages=0, outage_seconds=0)
@@ -119,7 +126,7 @@ class JudgeClient:
         except UnicodeEncodeError as error:  # a lone surrogate, which no request can carry
             self._counts[f"outcome_{Outcome.ERROR}"] += 1
             return JudgeResult(Outcome.ERROR, "", f"UnicodeEncodeError: {error}\n", 1, 0.0)
-        asked: dict[str, Any] = {"time_limit_s": str(self.time_limit_s), **(options or {})}
+        asked: dict[str, Any] = {**self._limits, **(options or {})}
         if files:
             asked["files"] = {
                 path: content if isinstance(content, str) else {"base64": base64.b64encode(content).decode()}
@@ -268,7 +275,7 @@ class JudgeClient:
     @classmethod
     def of(cls, base_url: str, settings: CodeJudgeSettings) -> JudgeClient:
         """With the limits of a run's settings."""
-        names = ("time_limit_s", "request_timeout_s", "max_outage_s", "max_concurrency")
+        names = ("time_limit_s", "memory_mb", "request_timeout_s", "max_outage_s", "max_concurrency")
         return cls(base_url, **{name: getattr(settings, name) for name in names})
 
     async def __aenter__(self) -> JudgeClient:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import secrets
 import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import TextIO
 from urllib.parse import urlsplit
 
+from rstar2_megatron.judge.client.client import authorization
 from rstar2_megatron.services.process import PortTaken, is_loopback, listen, start_child, terminate_tree
 from rstar2_megatron.services.redis_server import check_redis
 from rstar2_megatron.settings.schema import CodeJudgeSettings
@@ -208,6 +211,31 @@ class JudgeService:
                     "--port ...) or set tools.codejudge.host_addr=null to have one started here"
                 )
             time.sleep(0.1)
+        self._check_named()
+
+    def _check_named(self) -> None:
+        """It takes our token, and its limits are not below ours, to which it would cut calls without a word.
+
+        Another server has no such page, or no limits on it. Raises JudgeServiceError.
+        """
+        try:
+            request = urllib.request.Request(f"{self._named_url}/status", headers=authorization())
+            with WITHOUT_PROXY.open(request, timeout=_SILENCE_S) as reply:
+                limits: dict[str, float] = json.load(reply).get("limits", {})
+        except urllib.error.HTTPError as error:
+            if error.code != 401:
+                return
+            raise JudgeServiceError(
+                f"the Code Judge at {self._named_url} refuses the token; export JUDGE_TOKEN as the judge has it"
+            ) from None
+        except (OSError, ValueError, AttributeError):
+            return
+        for name, flag in (("time_limit_s", "--time-limit-s"), ("memory_mb", "--memory-mb")):
+            if (asked := getattr(self.settings, name)) > limits.get(name, math.inf):
+                raise JudgeServiceError(
+                    f"the Code Judge at {self._named_url} gives a call at most {name}={limits[name]:g}, "
+                    f"tools.codejudge.{name}={asked:g} asks for more; start the judge with {flag} {asked:g}, or lower the key"
+                )
 
 
 def _answers(url: str) -> bool:

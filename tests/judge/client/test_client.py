@@ -13,6 +13,7 @@ import pytest
 from rstar2_megatron.judge.client.client import JudgeClient, JudgeRejected, JudgeUnavailable
 from rstar2_megatron.judge.client.service import JudgeService
 from rstar2_megatron.judge.outcome import JudgeResult, Outcome
+from rstar2_megatron.settings.schema import CodeJudgeSettings
 from tests.judge.calls import HELD, let_go, until_marked
 from tests.judge.waiting import until
 
@@ -45,6 +46,14 @@ async def test_counters_are_taken_step_by_step(judge: JudgeService) -> None:
         assert (second["calls"], second["outcome_ok"], second["outcome_error"]) == (1, 1, 0)
         assert set(client.take_counters().values()) == {0}
         assert client.counters["calls"] == 3
+
+
+async def test_a_call_has_the_memory_that_its_client_gives(judge: JudgeService) -> None:
+    program = "len(bytearray(100 << 20))"
+    settings = CodeJudgeSettings(time_limit_s=1.0, memory_mb=64)
+    async with JudgeClient.of(judge.url, settings) as small, JudgeClient(judge.url, time_limit_s=1.0) as client:
+        results = await asyncio.gather(small.run(program), client.run(program))
+    assert [result.outcome for result in results] == [Outcome.MEMORY, Outcome.OK]
 
 
 async def test_stdin_and_expected_output(client: JudgeClient) -> None:

@@ -87,8 +87,21 @@ def test_a_proxy_of_the_environment_is_not_for_the_judge(judge_service: JudgeSer
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     url = urlsplit(judge_service.url)
     assert url.hostname and url.port
-    settings = CodeJudgeSettings(host_addr=url.hostname, host_port=url.port)
+    settings = CodeJudgeSettings(host_addr=url.hostname, host_port=url.port, time_limit_s=judge_service.settings.time_limit_s)
     named = JudgeService(settings, Path("unused.log"))
     named.begin()
     assert named.wait_ready() == judge_service.url
     assert importable(judge_service.url, None)
+
+
+def test_a_named_judge_that_would_cut_the_limits_is_refused(judge_service: JudgeService) -> None:
+    url = urlsplit(judge_service.url)
+    allowed = judge_service.settings
+    settings = CodeJudgeSettings(host_addr=url.hostname, host_port=url.port, time_limit_s=1.0, memory_mb=allowed.memory_mb + 1)
+    with pytest.raises(
+        JudgeServiceError, match=rf"at most memory_mb={allowed.memory_mb}, tools.codejudge.memory_mb=.* --memory-mb"
+    ):
+        JudgeService(settings, Path("unused.log")).begin()
+    settings = CodeJudgeSettings(host_addr=url.hostname, host_port=url.port, time_limit_s=allowed.time_limit_s + 0.5)
+    with pytest.raises(JudgeServiceError, match=r"at most time_limit_s=.* start the judge with --time-limit-s"):
+        JudgeService(settings, Path("unused.log")).begin()

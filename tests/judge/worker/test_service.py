@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import psutil
@@ -109,6 +110,18 @@ async def test_a_full_queue_and_the_time_in_it(node: JudgeService) -> None:
 
 
 @pytest.mark.ci
+def test_a_run_with_another_token_is_refused_at_its_start(
+    node: JudgeService, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    url = urlsplit(node.url)
+    named = JudgeService(CodeJudgeSettings(host_addr=url.hostname, host_port=url.port), tmp_path / "unused.log")
+    monkeypatch.setenv("JUDGE_TOKEN", "open")
+    with pytest.raises(JudgeServiceError, match="refuses the token; export JUDGE_TOKEN as the judge has it"):
+        named.begin()
+    monkeypatch.setenv("JUDGE_TOKEN", TOKEN)
+    named.begin()
+
+
 async def test_only_who_has_the_token_may_run_programs(node: JudgeService) -> None:
     async with httpx.AsyncClient(base_url=node.url, trust_env=False, timeout=60) as stranger:
         assert (await stranger.get("/ping")).status_code == 200
