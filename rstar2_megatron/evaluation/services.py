@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import sys
 import threading
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -14,11 +15,13 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
+from rstar2_megatron.evaluation.model_directory import find_run_config
 from rstar2_megatron.judge.client.client import JudgeClient
 from rstar2_megatron.judge.client.service import JudgeService
+from rstar2_megatron.records.model_format import read_format
 from rstar2_megatron.reward.rewards import Rewards
 from rstar2_megatron.rollout.agent_loop import AgentLoop
-from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt
+from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt, grading_note
 from rstar2_megatron.rollout.engine.client import EngineClient
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.services.run_temporary import RunTemporary
@@ -113,6 +116,10 @@ async def running_services(settings: SamplingSettings, problems: Sequence[Proble
     tokenizer: Any = AutoTokenizer.from_pretrained(settings.rollout.model.model_path)
     template = ChatTemplate(tokenizer, settings.agentloop)
     _check_prompts(template, problems, settings.max_context_tokens)
+    model = Path(settings.rollout.model.model_path)
+    foreign = read_format(model) is None and find_run_config(model) is None
+    if foreign and (note := grading_note(template.prompt_text(problems[0]), settings.reward)):
+        print(f"note: {note}", file=sys.stderr)
     logs.mkdir(parents=True, exist_ok=True)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(RunTemporary().remove)  # after the processes that leave files there

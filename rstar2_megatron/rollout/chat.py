@@ -34,7 +34,7 @@ from rstar2_megatron.model.tokenizer_files import DATE, OWN_TEMPLATE, format_of,
 from rstar2_megatron.rollout.call_format import PARSERS
 from rstar2_megatron.rollout.tool_call import ParsedCall
 from rstar2_megatron.rollout.tool_set import tools_of
-from rstar2_megatron.settings.schema import AgentLoopSettings
+from rstar2_megatron.settings.schema import AgentLoopSettings, RewardSettings
 from rstar2_megatron.tools import ToolSchema, render_schemas, required_parameters, tool_name
 from rstar2_megatron.trajectory import Problem
 
@@ -42,11 +42,11 @@ TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
 
 _INSTRUCTIONS = """\
-You are an assistant that solves problems for a user, and you can run Python code on the way.
-Think first, between <reason> and </reason>; call a tool whenever a computation or a check is worth it. When \
-you are sure, close your reasoning and give the result between <answer> and </answer>.
-
-"""
+You are an assistant that solves problems for a user{python}.
+Think first, between <reason> and </reason>{call}. When \
+you are sure, close your reasoning and give the result between <answer> and </answer>."""
+_PYTHON = ", and you can run Python code on the way"
+_CALL = "; call a tool whenever a computation or a check is worth it"
 
 TOOLS_PROMPT = """\
 # Tools
@@ -61,8 +61,6 @@ To call one, write a JSON object with its name and arguments between <tool_call>
 {"name": <function name>, "arguments": <JSON object of arguments>}
 </tool_call>
 The outcome comes back between <tool_response> tags, and you go on from there."""
-
-SYSTEM_PROMPT = _INSTRUCTIONS + TOOLS_PROMPT
 
 USER_PREFIX = """\
 Solve the problem below. Write the result inside <answer> </answer> tags, with the final value in \\boxed{}: \
@@ -97,7 +95,9 @@ class Wording(NamedTuple):
     def of(cls, settings: AgentLoopSettings, schemas: list[ToolSchema]) -> Self:
         """`schemas` are rendered into the system prompt's {tools}."""
         system, prefix, opening = settings.system_prompt, settings.user_prefix, settings.generation_prefix
-        system = SYSTEM_PROMPT if system is None else system
+        if system is None:
+            system = _INSTRUCTIONS.format(python=_PYTHON if settings.needs_judge else "", call=_CALL if schemas else "")
+            system += f"\n\n{TOOLS_PROMPT}" if schemas else ""
         return cls(
             # replace, not format: the wording itself contains JSON braces
             system.replace("{tools}", render_schemas(schemas)),
@@ -336,7 +336,7 @@ def special_tokens(tokenizer: Tokenizer) -> list[str]:
 
 def pattern_of(tokens: Sequence[str]) -> re.Pattern[str] | None:
     """Finds control tokens in a text; those that the wording writes as tags, such as <tool_call>, are text."""
-    control = [re.escape(token) for token in tokens if token not in SYSTEM_PROMPT]
+    control = [re.escape(token) for token in tokens if token not in _INSTRUCTIONS + TOOLS_PROMPT]
     return re.compile("|".join(control)) if control else None
 
 
@@ -362,3 +362,14 @@ def check_tools_in_prompt(prompt: str, schemas: Sequence[ToolSchema]) -> None:
                 f"the rendered prompt does not describe tool {name!r}: {missing} missing. Put {{tools}} (or "
                 f"the names themselves) into agentloop.system_prompt. The prompt begins: {prompt[:200]!r}"
             )
+
+
+def grading_note(prompt: str, reward: RewardSettings) -> str:
+    """What to do about a prompt that does not ask for what the built-in grader reads; "" where it does."""
+    lacking = [text for text in ("<answer>", "\\boxed") if text not in prompt]
+    if not lacking or not reward.has_math or reward.mode != "paper":
+        return ""
+    return (
+        f"the prompt does not ask for {' and '.join(lacking)}, and reward.mode=paper reads the last \\boxed{{...}} inside the "
+        "last <answer>; ask for them in agentloop.user_prefix or in the problems, or set reward.mode=released"
+    )

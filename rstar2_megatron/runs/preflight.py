@@ -188,6 +188,12 @@ def arithmetic_problems(settings: Settings) -> Iterator[str]:
                 f"min_zero_reward_trace_num={config.min_zero_reward_trace_num} + min_non_zero_reward_trace_num="
                 f"{config.min_non_zero_reward_trace_num} exceed down_sample_to_n={kept}; lower them"
             )
+    elif algorithm.refill.enabled:
+        yield (
+            "algorithm.refill.enabled=True adds problems for rejected groups, and there are none with algorithm.down_sampling."
+            f"do_down_sampling=False; set it to True, with down_sampling_config.down_sample_to_n={kept} and mode=uniform to "
+            "keep every trajectory of the other groups"
+        )
     if kept < 2:
         yield f"{kept} trajectory a group has no advantage over others; keep at least 2"
     if algorithm.n_minibatches > data.rollout_batch_size * kept:

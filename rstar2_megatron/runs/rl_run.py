@@ -25,14 +25,14 @@ from rstar2_megatron.evaluation.held_out import evaluate
 from rstar2_megatron.judge.client.service import JudgeService
 from rstar2_megatron.records import checkpoint
 from rstar2_megatron.records.checkpoint import CheckpointNote, UnfinishedCheckpoint, load_data_state
-from rstar2_megatron.records.model_format import write_format
+from rstar2_megatron.records.model_format import read_format, write_format
 from rstar2_megatron.records.run_files import RunFiles
 from rstar2_megatron.records.whole_file import write_json
 from rstar2_megatron.report.arms import changes
 from rstar2_megatron.report.draw import draw_run
 from rstar2_megatron.report.table import render_table
 from rstar2_megatron.reward.answer_text import worked_note
-from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt
+from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt, grading_note
 from rstar2_megatron.rollout.live_view import export_progress
 from rstar2_megatron.runs.base_run import Stopped, StopSignals
 from rstar2_megatron.runs.cluster_run import ClusterRun
@@ -125,7 +125,10 @@ class RLRun(ClusterRun):
         problems = read_problems(data.train_data_paths, data, self._say)
         if settings.reward.has_math and (note := worked_note(problems)):
             self._say(note)
-        check_tools_in_prompt(template.prompt_text(problems[0]), template.schemas)
+        first = template.prompt_text(problems[0])
+        check_tools_in_prompt(first, template.schemas)
+        if read_format(Path(model)) is None and (note := grading_note(first, settings.reward)):
+            self._say(note)
         if data.filter_prompt_by_length:
             problems, dropped = drop_long_prompts(
                 problems, lambda problem: len(template.prompt_ids(problem)), data.max_prompt_length

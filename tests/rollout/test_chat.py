@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
-from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt
-from rstar2_megatron.settings.schema import AgentLoopSettings
+from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt, grading_note
+from rstar2_megatron.settings.schema import AgentLoopSettings, RewardSettings
 from rstar2_megatron.sft.format import render_conversation
 from rstar2_megatron.tools import STANDARD_IO, STANDARD_IO_PAPER, tool_name, tool_schemas
 from rstar2_megatron.trajectory import Problem
@@ -36,6 +37,31 @@ def test_wording_comes_from_the_settings(tokenizer) -> None:
     text = ChatTemplate(tokenizer, settings).prompt_text(problem(("user", "x")))
     assert text.startswith('<|im_start|>system\nS {"type": "function"')
     assert text.endswith("<|im_end|>\n<|im_start|>user\nU x<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_the_wording_speaks_of_the_tools_that_there_are(tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        'def search(query: str) -> str:\n    """Search.\n\n    Args:\n        query: Words.\n    """\n'
+    )
+
+    def system(tools: list[str]) -> str:
+        settings = AgentLoopSettings.model_validate({"tools": tools})
+        return ChatTemplate(tokenizer, settings).system_prompt
+
+    both, own, none = (system(tools) for tools in ([STANDARD_IO], [f"{tmp_path}/own.py:search"], []))
+    assert ["Python" in text for text in (both, own, none)] == [True, False, False]
+    assert ["<tools>" in text for text in (both, own, none)] == [True, True, False]
+    assert ["call a tool" in text for text in (both, own, none)] == [True, True, False]
+    assert all(text.endswith((".", "from there.")) and "<answer>" in text for text in (both, own, none))
+
+
+def test_a_prompt_that_does_not_ask_for_what_is_graded(template: ChatTemplate) -> None:
+    asked = template.prompt_text(problem(("user", "x")))
+    reward = RewardSettings()
+    assert grading_note(asked, reward) == ""
+    assert grading_note("x", reward).startswith("the prompt does not ask for <answer> and \\boxed, and reward.mode=paper reads")
+    assert grading_note("x", RewardSettings(mode="released")) == ""
+    assert grading_note("x", RewardSettings(function="environment")) == ""
 
 
 def test_a_chat_template_is_the_whole_wording(tokenizer) -> None:

@@ -102,6 +102,10 @@ def test_good_settings_pass_without_warnings(model: Path, data: Path) -> None:
             r"min_zero_reward_trace_num=8 .* exceed down_sample_to_n=8",
         ),
         (
+            ["algorithm.refill.enabled=True", "algorithm.down_sampling.do_down_sampling=False"],
+            r"do_down_sampling=False; set it to True, with .*down_sample_to_n=16 and mode=uniform",
+        ),
+        (
             ["algorithm.kl_beta=0.1", "algorithm.kl_penalty_type=kl"],
             r"kl_penalty_type=kl with algorithm.kl_beta=0.1 is not a KL loss .* choose one of low_var_kl",
         ),
