@@ -11,7 +11,8 @@ from typing import Any
 
 from rstar2_megatron.extension.user_code import all_user_code
 from rstar2_megatron.records.whole_file import write_json
-from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.settings.schema import AgentLoopSettings, Settings
+from rstar2_megatron.settings.sections.environment import WORDING
 
 FILE = "rstar2_format.json"
 _LIMITS = {"max_assistant_turns", "max_identical_calls", "max_malformed_turns"}  # of a run, not of the format
@@ -23,6 +24,11 @@ def write_format(model: Path, settings: Settings) -> None:
         code.save(model)
     agentloop = settings.agentloop.model_dump(mode="json", exclude=_LIMITS)
     write_json(model / FILE, {"agentloop": agentloop, "reward": {"mode": settings.reward.mode}})
+
+
+def other_wording(ours: AgentLoopSettings, theirs: AgentLoopSettings) -> str:
+    """The keys, joined by commas, by which two formats write a conversation otherwise."""
+    return ", ".join(f"agentloop.{name}" for name in WORDING if getattr(ours, name) != getattr(theirs, name))
 
 
 def read_format(model: Path) -> dict[str, Any] | None:
@@ -37,3 +43,14 @@ def read_format(model: Path) -> dict[str, Any] | None:
     if not isinstance(sections, dict):
         raise ValueError(f"{path} holds no sections; remove it, or give --config")
     return sections
+
+
+def format_note(model: Path, agentloop: AgentLoopSettings) -> str | None:
+    """What to know of a model that was trained in another wording than that of `agentloop`; None when it has no format."""
+    if (saved := read_format(model)) is None:
+        return None
+    trained = agentloop.in_own_wording().model_copy(
+        update={name: value for name, value in saved.get("agentloop", {}).items() if name in WORDING}
+    )
+    others = other_wording(agentloop, trained)
+    return others and f"{others}: the model was trained with another ({model / FILE}) and may solve nothing in this one"

@@ -25,7 +25,7 @@ from rstar2_megatron.evaluation.held_out import evaluate
 from rstar2_megatron.judge.client.service import JudgeService
 from rstar2_megatron.records import checkpoint
 from rstar2_megatron.records.checkpoint import CheckpointNote, UnfinishedCheckpoint, load_data_state
-from rstar2_megatron.records.model_format import read_format, write_format
+from rstar2_megatron.records.model_format import format_note, write_format
 from rstar2_megatron.records.run_files import RunFiles
 from rstar2_megatron.records.whole_file import write_json
 from rstar2_megatron.report.arms import changes
@@ -127,8 +127,11 @@ class RLRun(ClusterRun):
             self._say(note)
         first = template.prompt_text(problems[0])
         check_tools_in_prompt(first, template.schemas)
-        if read_format(Path(model)) is None and (note := grading_note(first, settings.reward)):
-            self._say(note)
+        said = format_note(Path(model), settings.agentloop)
+        if said is None:  # a model that was not trained here
+            said = grading_note(first, settings.reward)
+        if said:
+            self._say(said)
         if data.filter_prompt_by_length:
             problems, dropped = drop_long_prompts(
                 problems, lambda problem: len(template.prompt_ids(problem)), data.max_prompt_length

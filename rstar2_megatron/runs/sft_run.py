@@ -12,11 +12,11 @@ from transformers import AutoTokenizer
 from rstar2_megatron.cluster.launch import MetricLogger
 from rstar2_megatron.records import checkpoint
 from rstar2_megatron.records.jsonl_file import JsonlFile
-from rstar2_megatron.records.model_format import write_format
+from rstar2_megatron.records.model_format import other_wording, write_format
 from rstar2_megatron.report.draw import SFT_PANELS, draw_run
 from rstar2_megatron.runs.cluster_run import ClusterRun
 from rstar2_megatron.settings.schema import SFTPhaseSettings, SFTSettings
-from rstar2_megatron.sft.rows import load_sft_rows
+from rstar2_megatron.sft.rows import has_messages, load_sft_rows
 from rstar2_megatron.sft.training import Metrics, run_sft_phase, sft_phase_of, validation_loss
 
 VALIDATION_LOSS = "eval/sft_loss"
@@ -74,6 +74,14 @@ class SFTRun(ClusterRun):
         sft = self.settings.sft
         tokenizer, length = self._tokenizer(), sft.max_length or self.settings.runner.seq_length
         self.rows = load_sft_rows(sft.train_data_paths, tokenizer, length)
+        if has_messages(sft.train_data_paths):
+            given, own = self.settings.agentloop, self.settings.agentloop.in_own_wording()
+            self.settings = self.settings.model_copy(update={"agentloop": own})  # the format that the model learns
+            if others := other_wording(given, own):
+                self._say(
+                    f"{others}: not used; rows of messages are trained in this project's own format, which RL then needs too, "
+                    "or write rows of segments (docs/your_model.md)"
+                )
         paths = sft.val_data_paths
         self.held_out = load_sft_rows(paths, tokenizer, length) if paths else None
         rows, phase = self.rows, sft_phase_of(sft, len(self.rows))

@@ -79,6 +79,11 @@ def load_sft_rows(paths: Sequence[str | Path], tokenizer: Any, max_length: int) 
     return rows
 
 
+def has_messages(paths: Sequence[str | Path]) -> bool:
+    """Whether a file begins with a conversation, which is rendered here. Raises DataError for an unreadable one."""
+    return any(row.values.get("segments") is None for path in paths for row in islice(data_input(path).rows(), 1))
+
+
 def read_segments(
     paths: Sequence[str | Path], specials: Sequence[str] = (), chatml: bool = True
 ) -> Iterator[tuple[str, Segments]]:

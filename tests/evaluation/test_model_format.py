@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rstar2_megatron.evaluation.__main__ import configure, parse
-from rstar2_megatron.records.model_format import FILE, write_format
+from rstar2_megatron.records.model_format import FILE, format_note, write_format
 from rstar2_megatron.settings.load import load
 from rstar2_megatron.settings.schema import AgentLoopSettings, OwnToolSettings
 from tests.runs.inputs.models import CONFIG
@@ -34,6 +34,16 @@ def test_a_model_outside_its_run_has_its_format_beside_it(tmp_path: Path, capsys
     (model / FILE).write_text("{")
     with pytest.raises(ValueError, match="remove it, or give --config"):
         configure(parse(words))
+
+
+def test_training_goes_on_in_the_format_that_the_model_knows_or_says_so(tmp_path: Path) -> None:
+    own = AgentLoopSettings()
+    assert format_note(tmp_path, own) is None
+    write_format(tmp_path, load("rstar2-tiny-cpu").settings)
+    assert format_note(tmp_path, load("rstar2-tiny-cpu").settings.agentloop) == ""
+    said = format_note(tmp_path, own)
+    assert said and said.startswith("agentloop.system_prompt, agentloop.user_prefix") and FILE in said
+    assert load("rstar2-tiny-cpu").settings.agentloop.in_own_wording().system_prompt is None
 
 
 def test_a_missing_file_is_named_where_it_was_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

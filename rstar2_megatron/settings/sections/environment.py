@@ -154,6 +154,10 @@ ToolEntry = Annotated[
 ]
 
 
+WORDING = ("system_prompt", "user_prefix", "generation_prefix", "chat_template", "tool_call_format")
+"""Keys of `agentloop` that say how a conversation is written."""
+
+
 class AgentLoopSettings(Section):
     tools: list[ToolEntry] = ["python_code_with_standard_io"]
     """The model's tools: names that tools.py defines, `my_tools.py:search`, or such a tool with its limits as a mapping
@@ -201,6 +205,10 @@ class AgentLoopSettings(Section):
     def needs_judge(self) -> bool:
         """Whether a tool is one of the built-in ones, which run programs at the Code Judge."""
         return any(isinstance(tool, str) for tool in self.tools)
+
+    def in_own_wording(self) -> AgentLoopSettings:
+        """These settings with this project's own texts and form of calls."""
+        return self.model_copy(update={name: type(self).model_fields[name].default for name in WORDING})
 
     @model_validator(mode="after")
     def _one_wording(self) -> AgentLoopSettings:

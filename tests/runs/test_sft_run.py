@@ -1,0 +1,36 @@
+"""What a run of supervised fine-tuning says and keeps of the format that its rows teach."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rstar2_megatron.runs.base_run import StopSignals
+from rstar2_megatron.runs.sft_run import SFTRun
+from rstar2_megatron.settings.load import load
+from rstar2_megatron.settings.schema import AgentLoopSettings
+
+
+def read(row: dict[str, Any], model: Path, directory: Path) -> AgentLoopSettings:
+    (directory / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    words = ["runner.task_type=sft", f"sft.train_data_paths=[{directory}/rows.jsonl]", f"rollout.model.model_path={model}"]
+    run = SFTRun(load("rstar2-tiny-cpu", words).settings, StopSignals())
+    try:
+        run.read()
+        return run.settings.agentloop
+    finally:
+        run.close()
+
+
+def test_messages_teach_this_projects_format_whatever_the_yaml_has(
+    memorised_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = load("rstar2-tiny-cpu").settings.agentloop
+    chat = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]
+    assert read({"messages": chat}, memorised_model, tmp_path) == given.in_own_wording()
+    assert "agentloop.system_prompt, agentloop.user_prefix: not used; rows of messages" in capsys.readouterr().out
+    assert read({"segments": [["1 + 1", 0], ["2", 1]]}, memorised_model, tmp_path) == given
+    assert "not used" not in capsys.readouterr().out
