@@ -228,7 +228,7 @@ def build_tree_page(paths: Sequence[Path], *, max_bytes: int = 20_000_000) -> Pa
 
 
 def find_tokenizer(directory: Path) -> Any:
-    """The tokenizer of the run's exported model or of the model it started from; None when neither is there."""
+    """The tokenizer of the run's exported model, or of the model it started from; None without one or without transformers."""
     candidates = [directory / "model"]  # an evaluation's directory has neither, and no log-probs either
     config = directory / "config.yaml"
     if config.is_file():
@@ -236,8 +236,10 @@ def find_tokenizer(directory: Path) -> Any:
         candidates.append(Path(model.get("model_path", "")))
     for candidate in candidates:
         if (candidate / "tokenizer.json").is_file():
-            from transformers import AutoTokenizer  # here: it takes seconds
-
+            try:
+                from transformers import AutoTokenizer  # here: it takes seconds
+            except ImportError:  # `.[report]` alone
+                return None
             return AutoTokenizer.from_pretrained(candidate)
     return None
 

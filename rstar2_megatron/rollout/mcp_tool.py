@@ -36,7 +36,8 @@ class McpServer:
             self.tools = asyncio.run_coroutine_threadsafe(self._list(), self._loop).result(_START_S)
         except ImportError:
             raise ValueError(
-                f"{settings.mcp} is an MCP server, and the package mcp is not installed; pip install -r requirements/mcp.txt"
+                f"{settings.mcp} is an MCP server, and the package mcp is not installed; "
+                "run .venv/bin/pip install -c requirements/constraints.txt -r requirements/mcp.txt"
             ) from None
         except (Exception, BaseExceptionGroup) as error:
             raise ValueError(f"the MCP server {settings.mcp} lists no tools: {_innermost(error)}") from None

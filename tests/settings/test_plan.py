@@ -71,6 +71,10 @@ def test_optimizer_on_the_host_moves_12_bytes_a_parameter() -> None:
     assert (gpu.static, gpu.optimizer) == (pytest.approx(6 * 32.76 / 8, abs=0.1), 0.0)
     assert host.optimizer == pytest.approx(12 * 32.76, abs=1)
     assert host.weights == pytest.approx(2 * 32.76, abs=0.2)
+    with_kl = settings.model_copy(update={"algorithm": settings.algorithm.model_copy(update={"kl_beta": 0.001})})
+    assert host_memory(with_kl, model, 8).weights == pytest.approx(
+        3 * host.weights
+    )  # the reference, and the policy while it scores
     assert host.checkpoint == pytest.approx(14 * 32.76, abs=1)
     settings.actor.optim.overlap_grad_reduce = False  # one bucket
     assert host_memory(settings, model, 8).checkpoint == pytest.approx(14 * 32.76, abs=1)
@@ -276,6 +280,15 @@ def test_the_plan_shows_what_a_steps_trajectories_take() -> None:
 def test_transport_rows() -> None:
     rows = {label: value for section, label, value in plan_of("rstar2-qwen2.5-14b-megatron").rows if section == "transport"}
     assert set(rows) == {"host memory", "object store", "seconds a step"}
+
+
+def test_a_step_that_comes_near_its_deadline_is_said() -> None:
+    def expected(*words: str) -> str:
+        rows = plan_of("rstar2-qwen2.5-7b-megatron", *words).rows
+        return next(value for section, label, value in rows if (section, label) == ("expected", "seconds a step"))
+
+    assert "step_timeout_s" not in expected()
+    assert expected("runner.step_timeout_s=600").endswith("; a longer step than runner.step_timeout_s=600 fails: raise it")
 
 
 def test_hours_of_a_search_by_hand() -> None:

@@ -127,22 +127,29 @@ class Engines:
 
 # ------------------------------------------------------------------------------------------ seconds of a step
 
+_NEAR = 0.5  # of the deadline: what is expected was measured on no GPU
+
 
 def plan_times(plan: RunPlan, settings: Settings, model: ModelConfig, world: int) -> None:
     """Expected seconds of a synchronous step, for responses of the paper's lengths."""
     if plan.kv_capacity_tokens is None or settings.actor.model.precision != "bf16":
         return
     engines = engines_of(settings, model, plan.num_engines, plan.kv_capacity_tokens)
-    host = host_optimizer_s(settings, model)
-    on_host = ""
+    rollout, training, host = engines.phase_s(), train_s(settings, model, world), host_optimizer_s(settings, model)
+    limit, on_host = settings.runner.step_timeout_s, ""
     if host:
         on_host = f" + optimizer on the host {host:.1f} ({HOST_SHARE:.0%} of {HOST_BYTES_PER_S / 1e9:.0f} GB/s)"
     plan.add(
         "expected",
         "seconds a step",
-        f"rollout {engines.phase_s():.0f} + training {train_s(settings, model, world):.0f}{on_host}, with quick tools (H100, "
+        f"rollout {rollout:.0f} + training {training:.0f}{on_host}, with quick tools (H100, "
         f"responses of {MEAN_LENGTH:.0%} of the limit in the mean, {train_share(model):.0%} of peak FLOP/s, {DECODE_SHARE:.0%} "
-        "of bandwidth)",
+        "of bandwidth)"
+        + (
+            f"; a longer step than runner.step_timeout_s={limit:g} fails: raise it"
+            if _NEAR * limit < rollout + training + host
+            else ""
+        ),
     )
 
 

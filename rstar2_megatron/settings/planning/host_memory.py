@@ -32,7 +32,7 @@ class HostMemory:
     optimizer: float
     """Masters and moments, with optimizer_cpu_offload or (pinned) with offload_optimizer."""
     weights: float
-    """The pinned copy of actor.offload_weight."""
+    """The pinned copy of actor.offload_weight; for a KL term the reference's, and the policy's own while that scores."""
     checkpoint: float
     """Peak of a save or a load: the whole state and temporary copies."""
     processes: float
@@ -90,9 +90,10 @@ def host_memory(settings: Settings, model: ModelConfig, world: int) -> HostMemor
     shares = rank_parameters(actor, model, world)
     state = STATE_BYTES if actor.model.precision == "bf16" or actor.optim.optimizer_cpu_offload else 8
     on_host = actor.optim.optimizer_cpu_offload or actor.offload_optimizer
+    copies = actor.offload_weight + 2 * (settings.algorithm.kl_beta > 0)
     return HostMemory(
         optimizer=state * sum(s.updated for s in shares) * ranks / GB if on_host else 0.0,
-        weights=WIDTH[actor.model.precision] * sum(s.held for s in shares) * ranks / GB if actor.offload_weight else 0.0,
+        weights=copies * WIDTH[actor.model.precision] * sum(s.held for s in shares) * ranks / GB,
         checkpoint=max(save_bytes(actor, model, world, ranks=ranks), load_bytes(actor, model, ranks=ranks)) / GB,
         processes=2 * PROCESS_GB * ranks,  # an actor rank and an engine's rank
     )

@@ -21,7 +21,11 @@ class ActorModelSettings(Section):
     sequence_parallel: bool = False
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     recompute_granularity: Literal["full", "selective"] | None = None
+    """full: layers are computed a second time in the backward pass, which saves their activations; null: none."""
     recompute_method: Literal["uniform", "block"] | None = None
+    """With full. uniform: all layers, of which every recompute_num_layers-th input is kept; block: the first
+    recompute_num_layers of each pipeline stage.
+    """
     recompute_num_layers: int | None = None
 
     @property
@@ -75,6 +79,7 @@ class ActorSettings(Section):
     training_backend: Literal["megatron"] = "megatron"
     seed: int = 1234
     offload_optimizer: bool = False
+    """This key and the two below: out of the GPU while the engines have it, for actors and engines on the same GPUs."""
     offload_weight: bool = False
     offload_grad: bool = False
     model: ActorModelSettings = ActorModelSettings()

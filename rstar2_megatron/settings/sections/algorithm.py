@@ -31,9 +31,12 @@ FILTER_NAMES = ("void_turns", "failed_calls", "malformed_ending", "repeated_call
 
 class DownSamplingConfig(Section):
     reject_equal_reward: bool = True
+    """Groups whose trajectories all have the same reward are not trained on: nothing in them is better than the rest."""
     roc_error_ratio: bool = True
+    """Failed tool calls are a part of a trajectory's penalty; the next key: the form of its answer is the other part."""
     roc_answer_format: bool = True
     min_zero_reward_trace_num: int = Field(2, ge=0)
+    """Negatives that are kept at least, where the group has so many; the next key: positives."""
     min_non_zero_reward_trace_num: int = Field(2, ge=0)
     down_sample_to_n: int = Field(ge=1)
     """G: trajectories kept of each group of `algorithm.group_size`."""
@@ -123,6 +126,7 @@ class AlgorithmSettings(Section):
     recompute_logprobs: bool = False
     """Old log-probs from the actor instead of the engine; works with down-sampling on."""
     clip_ratio_low: float = Field(0.2, gt=0, lt=1)
+    """The ratio of new and old probability is clipped to 1 - clip_ratio_low and 1 + clip_ratio_high (clip-higher)."""
     clip_ratio_high: float = Field(0.28, gt=0)
     clip_ratio_c: float | None = Field(3.0, gt=1)
     """Dual clip: the loss of a negative-advantage token is at most clip_ratio_c * |A|; null turns it off."""

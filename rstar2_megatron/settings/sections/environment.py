@@ -175,6 +175,7 @@ class AgentLoopSettings(Section):
     """A system message in the data replaces the system prompt, and must then describe the tools."""
     max_assistant_turns: int = Field(5, ge=1)
     max_parallel_calls: int = Field(1, ge=1)
+    """Calls of a turn that are run, together."""
     tool_call_format: Literal["hermes", "qwen3_coder", "llama3", "pythonic", "mistral", "auto"] = "hermes"
     """How the model writes calls; auto: as its chat template says. Others than hermes need a chat_template, whose tool role
     then also writes the responses, or a system_prompt that describes the format.
@@ -236,11 +237,15 @@ class CodeJudgeSettings(Section):
     num_workers: int = Field(2, ge=1)
     """Execution slots of the judge that the run starts."""
     time_limit_s: float = Field(4.0, gt=0)
+    """Of a call, without its waits for a core."""
     memory_mb: int = Field(512, ge=64)
+    """Of a call, beyond the interpreter with numpy and sympy loaded."""
     request_timeout_s: float = Field(60.0, gt=0)
+    """How long a request waits for its answer before it is sent again."""
     max_outage_s: float = Field(120.0, ge=0)
     """Seconds that calls wait for an unreachable judge before their trajectories are dropped."""
     max_concurrency: int = Field(128, ge=1)
+    """Calls in flight of each rollout worker."""
 
 
 class ToolsSettings(Section):

@@ -32,9 +32,11 @@ class RolloutSettings(Section):
     model: RolloutModelSettings
     sglang: SGLangSettings = SGLangSettings()
     gpu_memory_utilization: float = Field(0.5, gt=0, lt=1)
+    """Share of a GPU's memory for an engine's weights and KV cache: SGLang's mem_fraction_static."""
     tensor_parallel_size: int = Field(1, ge=1)
     pipeline_parallel_size: Literal[1] = 1
     max_running_requests: int = Field(64, ge=1)
+    """Requests that an engine computes at the same time."""
     max_total_tokens: int | None = None
     """KV cache in tokens; null lets SGLang derive it from memory (set it on CPU)."""
     trajectory_timeout_s: float = Field(1800.0, gt=0)
