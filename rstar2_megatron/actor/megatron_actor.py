@@ -21,7 +21,7 @@ from rstar2_megatron.actor.layout import Layout, check_layout
 from rstar2_megatron.actor.losses import SUMS, FlatLogProbs, LossFunction, rl_loss, rl_metrics, sft_loss, sft_metrics
 from rstar2_megatron.actor.offload import DeviceMemory
 from rstar2_megatron.actor.packing import MicroBatchPlan, plan_microbatches, split_minibatches
-from rstar2_megatron.algorithm.batch import TrainSequence
+from rstar2_megatron.algorithm.batch import TrainSequence, logprob_difference
 from rstar2_megatron.algorithm.layout_check import load_policy_loss
 from rstar2_megatron.algorithm.loss import aggregate
 from rstar2_megatron.algorithm.mismatch import has_rules, mismatch_by_turn, without_mismatch
@@ -157,6 +157,9 @@ class MegatronActor:
             actor = old.to_arrays()
             turns = mismatch_by_turn(sequences, actor)
             mismatch = {f"actor/logprob_diff_turn/{turn}": value for turn, value in turns.items()}
+            if has_rules(algorithm):  # the loss sees only the tokens that they leave
+                difference = logprob_difference(sequences, actor)
+                mismatch |= {f"actor/logprob_diff_{name}": difference[name] for name in ("mean", "max")}
             sequences, shares = without_mismatch(sequences, actor, algorithm)
             mismatch |= {f"actor/{name}": value for name, value in shares.items()}
             if not any(s.num_trained_tokens for s in sequences):

@@ -64,7 +64,7 @@ def group_advantages(groups: Sequence[Sequence[float]], kind: str | UserCode = "
     Raises ValueError for an unknown kind or rewards that are not finite, UserCodeError for a wrong result of the user's.
     """
     function = resolve("algorithm.adv_type", kind, ADVANTAGES, "rewards, valid")
-    rewards, valid = _pad(groups)
+    rewards, valid = _pad([group for group in groups if group])  # a rejected group has none, of which no minimum can be taken
     if not torch.isfinite(rewards[valid]).all():
         raise ValueError(f"rewards must be finite, got {rewards[valid].tolist()}")
     if not rewards.numel():
@@ -72,7 +72,8 @@ def group_advantages(groups: Sequence[Sequence[float]], kind: str | UserCode = "
     advantages = function(rewards, valid)
     if isinstance(kind, UserCode):
         _check(advantages, rewards, valid, f"algorithm.adv_type={kind.label}")
-    return [row[: len(group)] for row, group in zip(advantages.tolist(), groups)]
+    rows = iter(advantages.tolist())
+    return [next(rows)[: len(group)] if group else [] for group in groups]
 
 
 def check_own_advantage(code: UserCode) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from rstar2_megatron.trajectory import FinishReason, Problem, ToolCall, ToolOutcome, Trajectory
 
+_UNRUN = (FinishReason.TURN_LIMIT, FinishReason.REPEATED_CALL)
 _TRUNCATED = (FinishReason.LENGTH_LIMIT, FinishReason.TOOL_RESPONSE_TOO_LONG)
 
 
@@ -20,8 +21,13 @@ def void_turns(problem: Problem, trajectory: Trajectory) -> bool:
 
 
 def num_void_turns(trajectory: Trajectory) -> int:
-    """Turns that `void_turns` does not let pass."""
-    return sum(_is_void(text, calls) for text, calls in turns(trajectory))
+    """Turns that `void_turns` does not let pass.
+
+    A call in the last turn that is allowed, or one too many of the same, ends the trajectory and is not run: no void turn.
+    """
+    void = [_is_void(text, calls) for text, calls in turns(trajectory)]
+    unrun = len(trajectory.calls_per_turn) < len(void) and trajectory.finish_reason in _UNRUN
+    return sum(void[:-1] if unrun else void)
 
 
 def failed_calls(problem: Problem, trajectory: Trajectory) -> bool:
@@ -39,8 +45,9 @@ def malformed_ending(problem: Problem, trajectory: Trajectory) -> bool:
 
 
 def repeated_calls(problem: Problem, trajectory: Trajectory) -> bool:
-    """False when the same call, arguments included, was made twice."""
-    return num_distinct(trajectory.tool_calls) == len(trajectory.tool_calls)
+    """False when the same call, arguments included, was made twice; calls that cannot be read are not compared."""
+    calls = [call for call in trajectory.tool_calls if call.outcome is not ToolOutcome.MALFORMED]
+    return trajectory.finish_reason is not FinishReason.REPEATED_CALL and num_distinct(calls) == len(calls)
 
 
 def num_distinct(calls: Sequence[ToolCall]) -> int:

@@ -35,12 +35,16 @@ def paper_penalty(trajectory: Trajectory) -> Penalty:
     calls = [c for c in trajectory.tool_calls if c.outcome is not ToolOutcome.INFRASTRUCTURE]
     errors = sum(c.outcome.is_model_error for c in calls)
     error = errors / len(calls) if calls else NO_TOOL_PENALTY
-    answers = sum(text.count("<answer>") for text in trajectory.assistant_texts)
+    answers = _answers(trajectory)
     if answers == 0:
         answer_format = NO_ANSWER_PENALTY
     else:
         answer_format = min(1.0, (answers - 1) / max(trajectory.num_turns, 1))
     return Penalty(error, answer_format, answers)
+
+
+def _answers(trajectory: Trajectory) -> int:
+    return sum(text.count("<answer>") for text in trajectory.assistant_texts)
 
 
 def released_penalty(trajectory: Trajectory) -> Penalty:
@@ -93,7 +97,7 @@ def load_penalty(kind: str | UserCode) -> Callable[[Trajectory], Penalty]:
 
     def own(trajectory: Trajectory) -> Penalty:
         found = measure(trajectory)
-        penalty = Penalty(float(found), 0.0, 0) if isinstance(found, Real) else found
+        penalty = Penalty(float(found), 0.0, _answers(trajectory)) if isinstance(found, Real) else found
         if not isinstance(penalty, Penalty):
             raise UserCodeError(f"{key}={kind.label} returned a {type(found).__name__}; return a number or a Penalty")
         if not all(math.isfinite(part) and part >= 0 for part in (penalty.error, penalty.answer_format)):

@@ -12,6 +12,10 @@ from rstar2_megatron.settings.schema import DataSettings
 from rstar2_megatron.trajectory import Problem
 
 
+class EpochsOver(DataError):
+    """`runner.max_epochs` have been trained on: the end of a run."""
+
+
 class ProblemLoader:
     """Problems, epoch after epoch.
 
@@ -30,18 +34,18 @@ class ProblemLoader:
         self._epoch = self._place = 0
 
     def next_batch(self) -> list[Problem]:
-        """The next batch. Raises DataError after `max_epochs` epochs."""
+        """The next batch. Raises EpochsOver after `max_epochs` epochs."""
         return self.take(self._data.rollout_batch_size)
 
     def take(self, count: int) -> list[Problem]:
-        """The next `count` problems. Raises DataError after `max_epochs` epochs."""
+        """The next `count` problems. Raises EpochsOver after `max_epochs` epochs."""
         size = len(self._problems)
         taken: list[Problem] = []
         while len(taken) < count:
             if self._place >= size - size % self._data.rollout_batch_size:
                 self._epoch, self._place = self._epoch + 1, 0
-            if self._epoch == self._max_epochs:
-                raise DataError(f"runner.max_epochs={self._max_epochs} epochs of the data are used up; raise it")
+            if self._max_epochs is not None and self._epoch >= self._max_epochs:
+                raise EpochsOver(f"runner.max_epochs={self._max_epochs} epochs of the data are used up; raise it")
             taken.append(self._problems[_order(size, self._data.shuffle, self._data.seed, self._epoch)[self._place]])
             self._place += 1
         return taken

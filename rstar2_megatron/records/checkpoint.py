@@ -121,7 +121,9 @@ class UnfinishedCheckpoint:
         checkpoints = dict(complete_checkpoints(final.parent))
         notes = {step: read_note(path) for step, path in checkpoints.items()}
         for step in checkpoints.keys() - steps_to_keep(notes, keep, best=best, protected=protected):
-            shutil.rmtree(checkpoints[step])
+            # Under this name what an evaluation still reads on a shared disk is removed by the next save.
+            gone = checkpoints[step].rename(checkpoints[step].with_name(checkpoints[step].name + _UNFINISHED))
+            shutil.rmtree(gone, ignore_errors=True)
         return final
 
     def discard(self) -> None:
@@ -135,7 +137,7 @@ def begin_save(
     """Write global_step_{step} under a temporary name; `save_actor(directory)` writes the model, or begins to."""
     partial = checkpoints_dir / f"global_step_{step}{_UNFINISHED}"
     for stale in checkpoints_dir.glob(f"*{_UNFINISHED}"):
-        shutil.rmtree(stale)
+        shutil.rmtree(stale, ignore_errors=stale != partial)
     (partial / "data").mkdir(parents=True)
     save_actor(str(partial / "actor"))
     import torch  # here, because torch takes seconds to load, and finding checkpoints does not need it

@@ -210,7 +210,7 @@ def _start(config: str, run: ArmRun) -> subprocess.Popen[bytes]:
     print(f"{run.name}: output in {run.log}", flush=True)
     run.log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-u", "-m", "rstar2_megatron.runs.main", config, *run.words]
-    with run.log.open("wb") as file:
+    with run.log.open("ab") as file:  # behind what an earlier attempt said
         return start_child(command, file, cwd=None)
 
 

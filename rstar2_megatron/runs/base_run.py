@@ -13,9 +13,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import yaml
+
 from rstar2_megatron.extension.user_code import all_user_code
 from rstar2_megatron.records.checkpoint import find_resume, set_aside_behind
+from rstar2_megatron.records.jsonl_file import JsonlFile
 from rstar2_megatron.records.whole_file import write_json, write_text
+from rstar2_megatron.runs.stopping import first_that_holds
 from rstar2_megatron.services.run_temporary import RunTemporary
 from rstar2_megatron.settings.load import print_config
 from rstar2_megatron.settings.schema import RunnerSettings, Settings
@@ -119,7 +123,7 @@ class BaseRun:
         for a bad `runner.resume_dir`.
         """
         runner = self.settings.runner
-        resume = find_resume(runner.resume_dir, self.checkpoints)
+        resume = find_resume(self._resume_dir(), self.checkpoints)
         if resume and runner.resume_dir == "auto" and finished_step(self.directory, runner, total_steps) == resume[0]:
             self._archive(f"it finished with step {resume[0]}")
             resume = None
@@ -128,7 +132,7 @@ class BaseRun:
         if resume and (later := set_aside_behind(resume[0], self.checkpoints, _stamp())):
             self._say(
                 f"checkpoints behind step {resume[0]} are of the steps that are made again: moved to "
-                f"{', '.join(map(str, later))}; to go on after a stop of this run, take runner.resume_dir=auto"
+                f"{', '.join(map(str, later))}"
             )
         self.directory.mkdir(parents=True, exist_ok=True)
         (self.directory / FINISHED).unlink(missing_ok=True)
@@ -136,6 +140,23 @@ class BaseRun:
         for _, code in all_user_code(self.settings):
             code.save(self.directory)
         return resume
+
+    def _resume_dir(self) -> str | None:
+        """`runner.resume_dir`; "auto" where the run of this directory began with the same one and has a later checkpoint: the
+        same command goes on.
+        """
+        given, path = self.settings.runner.resume_dir, self.directory / "config.yaml"
+        if given in (None, "auto") or not path.is_file():
+            return given
+        before = yaml.safe_load(path.read_text(encoding="utf-8"))["runner"].get("resume_dir")
+        newest = find_resume("auto", self.checkpoints)
+        began = find_resume(given, self.checkpoints)
+        if before != given or newest is None or began is None or newest[0] <= began[0]:
+            return given
+        self._say(
+            f"this run began at {given} and goes on; to begin there again, move {newest[1].parent} away or take another name"
+        )
+        return "auto"
 
     def mark_finished(self, step: int, condition: str = "") -> None:
         """Note that everything of the run is on disk. `condition`: the condition that ended it before its last step, or ""."""
@@ -167,11 +188,12 @@ def _stamp() -> str:
 def finished_step(directory: Path, runner: RunnerSettings, total_steps: int) -> int | None:
     """The last step of the run of `directory`; None when it did not finish, or when the settings ask for more.
 
-    A run that a condition ended has no more to do while the settings have conditions.
+    A run that a condition ended has no more to do while one of the settings' conditions holds.
     """
     path = directory / FINISHED
     if not path.is_file():
         return None
     finished: dict[str, Any] = json.loads(path.read_text())
-    ended = finished["step"] >= total_steps or (finished["condition"] and runner.stop_when)
+    rows = JsonlFile(directory / "metrics.jsonl").rows() if finished["condition"] else []
+    ended = finished["step"] >= total_steps or first_that_holds(runner.stop_when, rows)
     return finished["step"] if ended else None

@@ -50,17 +50,27 @@ def cache_dir(settings: Settings) -> Path:
         "seed": settings.cold_start.seed,
         "precision": settings.actor.model.precision,
         "max_tokens_per_mbs": settings.runner.max_tokens_per_mbs,
+        "seq_length": settings.runner.seq_length,
     }
     key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:10]
     return Path(settings.cold_start.cache_dir).resolve() / f"sft-{key}"
 
 
+def _scored_by(settings: Settings) -> dict[str, Any]:
+    """What decides the scores of a model: other settings of these cannot be compared with them."""
+    of_data = {"val_data_paths", "prompt_key", "answer_key", "max_prompt_length"}
+    parts: dict[str, Any] = {"evaluation": True, "reward": True, "agentloop": True, "data": of_data}
+    return settings.model_dump(mode="json", include=parts, exclude={"evaluation": {"save_trajectories"}})
+
+
 def find_cached(settings: Settings) -> ColdStartResult | None:
-    """The cached result, or None."""
+    """The cached result, or None. Its scores are None where they are of another evaluation."""
     path = cache_dir(settings) / "result.json"
     if not path.exists():
         return None
     result = json.loads(path.read_text())
+    if result.get("scored_by") != _scored_by(settings):
+        return ColdStartResult(path.parent / "model", None, None)
     return ColdStartResult(path.parent / "model", result["before"], result["after"])
 
 
@@ -116,7 +126,7 @@ def run_cold_start(
     sync()
     after = evaluate("held-out after SFT") if evaluate else None
     scores = {"before": before.average if before else None, "after": after.average if after else None}
-    write_json(partial / "result.json", scores)
+    write_json(partial / "result.json", {**scores, "scored_by": _scored_by(settings)})
     shutil.rmtree(final, ignore_errors=True)
     partial.rename(final)
     return ColdStartResult(final / "model", **scores)

@@ -21,10 +21,11 @@ from rstar2_megatron.data.problems import Columns, drop_long_prompts, read_probl
 from rstar2_megatron.data.rows import DataError
 from rstar2_megatron.evaluation.sampling import sample
 from rstar2_megatron.evaluation.services import SamplingSettings
-from rstar2_megatron.records.whole_file import write_json, write_jsonl
+from rstar2_megatron.records.whole_file import write_json, write_jsonl, write_text
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.runs.base_run import BaseRun, Stopped
+from rstar2_megatron.settings.load import print_config
 from rstar2_megatron.settings.placement import component_slots, slots_of, visible_gpus
 from rstar2_megatron.settings.schema import DataSettings, Settings
 from rstar2_megatron.trajectory import Problem
@@ -35,6 +36,7 @@ class SamplingRun(BaseRun):
 
     def train(self) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
+        write_text(self.directory / "config.yaml", print_config(self.settings))  # by which a run of another task is refused
         if gpus := rollout_gpus(self.settings):
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))  # of the engines, which count from the first
         self.signals.restore()  # see `evaluation.services.running_services`

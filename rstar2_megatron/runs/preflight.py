@@ -103,6 +103,7 @@ def check_before_start(
         raise_or_warn(object_store_problems(settings, memory, shared, gpus=not slots.is_cpu))
     if settings.runner.task_type == "reasoning":
         _raise(condition_problems(settings))
+        warnings += algorithm_notes(settings)
     _raise(loss_problems(settings.algorithm))
     _raise(algorithm_code_problems(settings.algorithm))
     _raise(replay_problems(settings.runner.replay_rollouts, settings.runner.max_steps))  # of a run that was here
@@ -126,6 +127,28 @@ def check_before_start(
 def _raise(problems: Iterable[str]) -> None:
     if found := list(problems):
         raise ConfigError("\n".join(found))
+
+
+def algorithm_notes(settings: Settings) -> Iterator[str]:
+    """What is allowed and probably not meant."""
+    algorithm, reward = settings.algorithm, settings.reward
+    if len(reward.terms) > 1 and reward.positive_above == 0:
+        yield (
+            "reward.terms adds several rewards, and reward.positive_above=0 counts every sum above 0 as right, also that of a "
+            "side reward alone; set it between the largest sum of a wrong answer and the smallest of a right one"
+        )
+    corrected = algorithm.decoupled_loss or algorithm.importance_sampling_fix
+    if algorithm.max_staleness and algorithm.recompute_logprobs and not corrected:
+        yield (
+            "algorithm.recompute_logprobs=True takes the policy before the update as the old one, so that nothing corrects the "
+            f"age of tokens under algorithm.max_staleness={algorithm.max_staleness}; set algorithm.decoupled_loss=True, "
+            "algorithm.importance_sampling_fix=True, or algorithm.recompute_logprobs=False"
+        )
+    if algorithm.policy_loss in ("gspo", "gspo-token") and not algorithm.recompute_logprobs:
+        yield (
+            f"algorithm.policy_loss={algorithm.policy_loss} clips ratios of whole sequences near 1, and the difference of "
+            "engine and actor alone is larger; set algorithm.recompute_logprobs=True"
+        )
 
 
 def tool_problems(settings: Settings) -> Iterator[str]:
@@ -188,11 +211,16 @@ def arithmetic_problems(settings: Settings) -> Iterator[str]:
                 f"min_zero_reward_trace_num={config.min_zero_reward_trace_num} + min_non_zero_reward_trace_num="
                 f"{config.min_non_zero_reward_trace_num} exceed down_sample_to_n={kept}; lower them"
             )
-    elif algorithm.refill.enabled:
+    elif isinstance(sampling.down_sampling_config.mode, UserCode):
         yield (
-            "algorithm.refill.enabled=True adds problems for rejected groups, and there are none with algorithm.down_sampling."
-            f"do_down_sampling=False; set it to True, with down_sampling_config.down_sample_to_n={kept} and mode=uniform to "
-            "keep every trajectory of the other groups"
+            f"algorithm.down_sampling.down_sampling_config.mode={sampling.down_sampling_config.mode} is not called with "
+            "do_down_sampling=False; set one of them otherwise"
+        )
+    if algorithm.refill.enabled and not (sampling.do_down_sampling and sampling.down_sampling_config.reject_equal_reward):
+        yield (
+            "algorithm.refill.enabled=True adds problems for groups that are rejected for equal rewards, and with "
+            "do_down_sampling=False or reject_equal_reward=False there are none; set both keys of algorithm.down_sampling to "
+            f"True, with down_sample_to_n={algorithm.group_size} and mode=uniform to keep every trajectory of the others"
         )
     if kept < 2:
         yield f"{kept} trajectory a group has no advantage over others; keep at least 2"
@@ -207,6 +235,9 @@ def arithmetic_problems(settings: Settings) -> Iterator[str]:
     ):
         if getattr(algorithm, key) and not algorithm.recompute_logprobs:
             yield f"algorithm.{key}=True {use}; set algorithm.recompute_logprobs=True"
+    if algorithm.decoupled_weight_cap and not algorithm.decoupled_loss:
+        cap = algorithm.decoupled_weight_cap
+        yield f"algorithm.decoupled_weight_cap={cap:g} is a part of algorithm.decoupled_loss; set that to True"
     if algorithm.decoupled_loss and algorithm.importance_sampling_fix:
         yield (
             "algorithm.decoupled_loss=True and algorithm.importance_sampling_fix=True weigh every token twice by the same "
@@ -432,8 +463,8 @@ def engine_problems(settings: Settings) -> Iterator[str]:
 
 
 def init_checkpoint_problems(settings: Settings) -> Iterator[str]:
-    """A `runner.init_checkpoint` that is not a checkpoint."""
-    path = settings.runner.init_checkpoint
+    """A `runner.init_checkpoint` that is not a checkpoint; a run that resumes needs it for a KL term alone."""
+    path = None if _resumes(settings) and not settings.algorithm.kl_beta else settings.runner.init_checkpoint
     if path and not (Path(path) / "actor" / "metadata.json").is_file():
         yield (
             f"runner.init_checkpoint={path} holds no actor/metadata.json: give a directory checkpoints/global_step_N of "
@@ -441,11 +472,16 @@ def init_checkpoint_problems(settings: Settings) -> Iterator[str]:
         )
 
 
+def _resumes(settings: Settings) -> bool:
+    runner = settings.runner
+    return bool(
+        complete_checkpoints(run_directory(settings) / "checkpoints") if runner.resume_dir == "auto" else runner.resume_dir
+    )
+
+
 def cold_start_problems(settings: Settings) -> Iterator[str]:
     """Data of the SFT before RL that are not here; a run that resumes needs none of them."""
-    runner, checkpoints = settings.runner, run_directory(settings) / "checkpoints"
-    resumes = complete_checkpoints(checkpoints) if runner.resume_dir == "auto" else runner.resume_dir
-    if runner.task_type != "reasoning" or not settings.cold_start.enabled or resumes:
+    if settings.runner.task_type != "reasoning" or not settings.cold_start.enabled or _resumes(settings):
         return
     for phase in settings.cold_start.phases:
         what = f"cold_start.phases: the data file {phase.data_path} of phase {phase.name}"

@@ -19,7 +19,7 @@ from rstar2_megatron.cluster.launch import MetricLogger, check_progress
 from rstar2_megatron.cluster.phases.coordinator import RolloutCoordinator
 from rstar2_megatron.cluster.phases.server import DriverChannel
 from rstar2_megatron.cluster.tracing import StepProfiles, StepTraces
-from rstar2_megatron.data.loader import ProblemLoader
+from rstar2_megatron.data.loader import EpochsOver, ProblemLoader
 from rstar2_megatron.data.problems import drop_long_prompts, read_problems
 from rstar2_megatron.evaluation.held_out import evaluate
 from rstar2_megatron.judge.client.service import JudgeService
@@ -194,7 +194,8 @@ class RLRun(ClusterRun):
                     result.after = self._evaluate("held-out after SFT").average
             self.table.update(before_sft=result.before, after_sft=result.after)
         elif self._evaluates:
-            self.table["before_rl"] = self._evaluate("held-out before RL").average
+            self.last_evaluation = (0, self._evaluate("held-out before RL"))
+            self.table["before_rl"] = self.last_evaluation[1].average
         self._write_table()
         if trains:
             self._begin_rl()
@@ -224,7 +225,8 @@ class RLRun(ClusterRun):
             for change in changes(state["settings"], to_plain(self.settings)):
                 self._say(f"the checkpoint is of a run with {change}")
         self.trainer.source.restore(state, version=step)
-        self._check_scores(state["scored"])
+        if not self._scores_otherwise(state):
+            self._check_scores(state["scored"])
         self.files.truncate_after(step)
         runner = self.settings.runner
         before = self.files.metrics.rows() if runner.check_after_resume else []
@@ -233,6 +235,15 @@ class RLRun(ClusterRun):
         self.trainer.sync_weights(version=step)
         self.trainer.check_weights()
         return step
+
+    def _scores_otherwise(self, state: Mapping[str, Any]) -> bool:
+        """Whether the settings give the checkpoint's group other log-probs than then, or no room."""
+        runner, sampling = self.settings.runner, self.settings.algorithm.sampling_params
+        before = (
+            state.get("settings", {}).get("algorithm", {}).get("sampling_params", {}).get("temperature", sampling.temperature)
+        )
+        longest = max((sequence.length for sequence in (state["scored"] or ([], []))[0]), default=0)
+        return bool(before != sampling.temperature or longest > runner.seq_length)
 
     def _check_scores(self, saved: tuple[list[TrainSequence], list[np.ndarray]] | None) -> None:
         """The resumed actor must score the checkpoint's group as the saving actor did.
@@ -248,7 +259,7 @@ class RLRun(ClusterRun):
     # ------------------------------------------------------------------------------------------- training
 
     def _train_steps(self, done: int) -> tuple[int, str]:
-        """Train until `runner.max_steps`, or until a condition of `runner.stop_when` holds.
+        """Train until `runner.max_steps`, a condition of `runner.stop_when` holds, or `runner.max_epochs` are over.
 
         Returns the last step, and the condition that ended the run early or "".
         """
@@ -267,8 +278,11 @@ class RLRun(ClusterRun):
             validate, save, _ = check_progress(step, runner.max_steps, runner.val_check_interval, runner.save_interval, 1.0)
             # The last checkpoint is written while this step rolls out; this step's is begun while the actor is awake.
             after_training = functools.partial(self._trained, step, save or step == runner.max_steps)
-            with self.profiles.step(step), self.traces.step(step):
-                result = self.trainer.step(step, self.loader, self._publish_checkpoint, after_training)
+            try:
+                with self.profiles.step(step), self.traces.step(step):
+                    result = self.trainer.step(step, self.loader, self._publish_checkpoint, after_training)
+            except EpochsOver as end:
+                return self._stop_early(step - 1, str(end))
             row = {
                 "step": float(step),
                 "rollout/judge_restarts": float(self.judge.restarts),
@@ -278,13 +292,15 @@ class RLRun(ClusterRun):
                 row["train/actor/logprob_drift"] = drift
             if step == done + 1:
                 row["time/to_first_step"] = time.perf_counter() - self.started
-            if validate and self.held_out:
-                self.last_evaluation = (step, self._evaluate(f"held-out at step {step}"))
-                row.update(self.last_evaluation[1].metrics())
+            try:
+                if validate and self.held_out:
+                    self.last_evaluation = (step, self._evaluate(f"held-out at step {step}"))
+                    row.update(self.last_evaluation[1].metrics())
+            finally:  # also of an evaluation that was stopped: the step's checkpoint is there
+                self.files.append(step, row, result.groups, result.shown)
             warnings = self.metric_watch.lines(earlier, row)
             print("\n".join([step_line(row), *(f"warning: {line}" for line in warnings)]), flush=True)
             self._export_step(row)
-            self.files.append(step, row, result.groups, result.shown)
             log.log({k: v for k, v in row.items() if k != "step"}, step)
             self._stop_on_collapse(step, row)
         self._publish_checkpoint()
@@ -389,9 +405,11 @@ class RLRun(ClusterRun):
         write_format(model, self.settings)
         self.table["seconds"] = time.perf_counter() - self.started
         self._write_table()
-        draw_run(self.directory)
-        print(render_table(self.directory), flush=True)
-        print(f"curves: {self.directory / 'curves.png'}   model: {model}", flush=True)
+        if self.files.metrics.rows():  # none with runner.max_steps=0
+            draw_run(self.directory)
+            print(render_table(self.directory), flush=True)
+            print(f"curves: {self.directory / 'curves.png'}", flush=True)
+        print(f"model: {model}", flush=True)
 
     def _write_table(self) -> None:
         write_json(self.directory / "held_out.json", self.table)

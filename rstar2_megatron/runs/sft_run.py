@@ -10,11 +10,15 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from rstar2_megatron.cluster.launch import MetricLogger
+from rstar2_megatron.data.rows import DataError
 from rstar2_megatron.records import checkpoint
+from rstar2_megatron.records.checkpoint import load_data_state
 from rstar2_megatron.records.jsonl_file import JsonlFile
 from rstar2_megatron.records.model_format import other_wording, write_format
+from rstar2_megatron.report.arms import changes
 from rstar2_megatron.report.draw import SFT_PANELS, draw_run
 from rstar2_megatron.runs.cluster_run import ClusterRun
+from rstar2_megatron.settings.load import to_plain
 from rstar2_megatron.settings.schema import SFTPhaseSettings, SFTSettings
 from rstar2_megatron.sft.rows import has_messages, load_sft_rows
 from rstar2_megatron.sft.training import Metrics, run_sft_phase, sft_phase_of, validation_loss
@@ -49,6 +53,7 @@ class SFTRun(ClusterRun):
         if resume:
             start = resume[0]
             self._say(f"resuming from {resume[1]}")
+            self._compare(load_data_state(resume[1]))
             self.ask_actor("load_checkpoint", str(resume[1] / "actor"))
             self.metrics.truncate_after(start)
         elif self.held_out is not None:
@@ -66,6 +71,18 @@ class SFTRun(ClusterRun):
             **self.how,
         )
         self._finish(phase)
+
+    def _compare(self, state: Mapping[str, Any]) -> None:
+        """Name what is otherwise than in the checkpoint's run. Raises DataError for another number of rows: the order of all
+        of them depends on it.
+        """
+        if (rows := state.get("rows", len(self.rows))) != len(self.rows):
+            raise DataError(
+                f"the checkpoint was made with {rows} rows, now there are {len(self.rows)}; use the same data files, or "
+                "runner.resume_dir=null"
+            )
+        for change in changes(state.get("settings", to_plain(self.settings)), to_plain(self.settings)):
+            self._say(f"the checkpoint is of a run with {change}")
 
     # what a run of another kind replaces
 
@@ -145,7 +162,7 @@ class SFTRun(ClusterRun):
                 self.checkpoints,
                 done,
                 lambda directory: self.ask_actor("save_checkpoint", directory),
-                {"step": done},
+                {"step": done, "rows": len(self.rows), "settings": to_plain(self.settings)},
                 runner.keep_checkpoints,
             )
         self._lap = time.perf_counter()  # validation and checkpoint are no part of the next steps

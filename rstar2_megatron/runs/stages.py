@@ -262,8 +262,16 @@ class StagePlan:
         return passed
 
     def fingerprint(self, stage: Stage) -> str:
-        """A hash of the stage and its settings; a key at its default, such as one of a newer version, does not change it."""
-        plain = self.settings(stage, for_plan=True).model_dump(mode="json", exclude_defaults=True)
+        """A hash of the stage and its settings; a key at its default, such as one of a newer version, does not change it.
+
+        Nor does the machine: its nodes, the judge that runs there, where results are written and which checkpoint was taken.
+        """
+        place: dict[str, Any] = {
+            "cluster": True,
+            "runner": {"output_dir", "logger", "resume_dir", "metrics_port"},
+            "tools": {"codejudge": {"host_addr", "host_port"}},
+        }
+        plain = self.settings(stage, for_plan=True).model_dump(mode="json", exclude_defaults=True, exclude=place)
         own = stage.model_dump(exclude={"overrides"}, exclude_defaults=True)
         text = json.dumps({"stage": own, "settings": plain}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from rstar2_megatron.cluster.phases.asynchronous import AsynchronousSource
 from rstar2_megatron.cluster.phases.coordinator import Refill, RolloutCoordinator
-from rstar2_megatron.data.loader import ProblemLoader
+from rstar2_megatron.data.loader import EpochsOver, ProblemLoader
 from rstar2_megatron.records.trajectory_files import read_groups, rollouts_path
 from rstar2_megatron.rollout.dropped import check_dropped
 from rstar2_megatron.rollout.phase import problems_to_refill
@@ -100,7 +100,10 @@ class SynchronousSource(GroupSource):
             seen = len(complete)
             wanted = problems_to_refill(survivors, num_open, target, settings.min_share, left)
             left -= wanted
-            more = loader.take(wanted)
+            try:
+                more = loader.take(wanted)
+            except EpochsOver:  # the step goes on with the groups that it has, and is the last one
+                left, more = 0, []
             self._problems = [*self._problems, *more]
             return more
 

@@ -57,6 +57,9 @@ def test_the_loss_is_that_of_what_is_left(pool: RankPool, models: dict[str, Path
     assert metrics["actor/masked_token_fraction"] == pytest.approx(1 - after / before)
     right = float(reference.rl_loss(hf, masked, config[2]).detach())
     assert metrics["actor/policy_loss"] == pytest.approx(right, abs=1e-5 * max(1.0, abs(right)))
+    everywhere = np.abs(np.log(np.concatenate(trained)))  # not of what the rule left alone
+    assert metrics["actor/logprob_diff_mean"] == pytest.approx(everywhere.mean(), abs=1e-4)
+    assert metrics["actor/logprob_diff_max"] == pytest.approx(everywhere.max(), abs=1e-3)
     first = [np.abs(np.log(r[: _first_turn(s)])) for r, s in zip(trained, batch)]
     assert metrics["actor/logprob_diff_turn/1"] == pytest.approx(np.concatenate(first).mean(), abs=1e-4)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,13 @@ def test_what_is_not_valid_and_equal_rewards_are_tried_before_a_run(tmp_path: Pa
 )
 def test_advantages_that_leave_out_what_is_not_valid_pass(tmp_path: Path, body: str) -> None:
     check_own_advantage(own(tmp_path, f"import torch\ndef f(rewards, valid):\n    {body}"))
+
+
+def test_an_own_advantage_gets_no_rejected_group(tmp_path: Path) -> None:
+    """It has no rewards, of which no minimum can be taken."""
+    body = "import torch\ndef f(rewards, valid): return torch.stack([r - r[v].min() for r, v in zip(rewards, valid)])"
+    assert group_advantages([[], [1.0, 0.0], [], [2.0]], own(tmp_path, body)) == [[], [1.0, 0.0], [], [0.0]]
+    assert group_advantages([[], []], own(tmp_path, body)) == [[], []]
 
 
 def test_without_rules_of_the_users_it_is_resample_on_correct() -> None:
@@ -171,7 +179,8 @@ def test_wrong_rules_are_one_sentence(tmp_path: Path, key: str, text: str, said:
 
 def test_numbers_and_truths_of_numpy_count(tmp_path: Path) -> None:
     own_penalty = own(tmp_path, "import numpy\ndef f(trajectory): return numpy.float32(0.5)")
-    assert load_penalty(own_penalty)(group().trajectories[0]) == Penalty(0.5, 0.0, 0)
+    answered = replace(group().trajectories[0], assistant_texts=["<answer>1</answer>", "<answer>2</answer>"])
+    assert load_penalty(own_penalty)(answered) == Penalty(0.5, 0.0, 2)
     own_filter = own(tmp_path, "import numpy\ndef f(problem, trajectory): return numpy.float32(trajectory.rollout_index) < 4")
     (result,) = select([group()], trajectory_filters=[own_filter])
     assert result.filtered == {"f": 2}

@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 import statistics
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -173,12 +174,15 @@ ANSWER = ("so \\boxed{1}", [])
         (attempt(("a", [OK]), ("b", []), ending=FinishReason.MALFORMED_CALLS), ["void_turns", "malformed_ending"]),
         (attempt(("a", [OK]), ("b", [MALFORMED]), ending=FinishReason.TURN_LIMIT), ["void_turns", "malformed_ending"]),
         (attempt(("a", [OK]), ("b", [MALFORMED]), ANSWER), ["void_turns"]),
-        (attempt(("I do not know", []), ending=FinishReason.TURN_LIMIT), ["void_turns"]),
+        (replace(attempt(("I do not know", []), ending=FinishReason.TURN_LIMIT), calls_per_turn=[0]), ["void_turns"]),
         (attempt(("a", [OK]), ("so <answer>1</answer>", [])), []),
         (attempt(("a", [OK]), ("b", [OK]), ANSWER, codes="xx"), ["repeated_calls"]),
         (attempt(("a", [OK]), ("and so on", []), ending=FinishReason.LENGTH_LIMIT), ["void_turns", "truncated"]),
         (attempt(("a", [OK]), ending=FinishReason.TOOL_RESPONSE_TOO_LONG), ["truncated"]),
         (attempt(("a", [OK]), ("b", [OK]), ending=FinishReason.TURN_LIMIT), []),
+        (attempt(("a", [OK]), ("b", []), ending=FinishReason.TURN_LIMIT), []),  # a call that is not run is not noted
+        (attempt(("a", [OK]), ("b", []), ending=FinishReason.REPEATED_CALL), ["repeated_calls"]),
+        (attempt(("a", [MALFORMED]), ("b", [MALFORMED]), ANSWER, codes="xx"), ["void_turns", "failed_calls"]),
     ],
 )
 def test_filters(trajectory: Trajectory, left_out: list[str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rstar2_megatron.data.loader import ProblemLoader
+from rstar2_megatron.data.loader import EpochsOver, ProblemLoader
 from rstar2_megatron.data.problems import Columns, drop_long_prompts, read_problems
 from rstar2_megatron.data.rows import DataError
 from rstar2_megatron.settings.schema import DataSettings
@@ -51,8 +51,12 @@ def test_a_resumed_loader_goes_on_exactly(before: int, after: int) -> None:
 def test_epochs_end() -> None:
     source = loader(batch=5, epochs=2)
     ids(source, 4)
-    with pytest.raises(DataError, match="max_epochs=2 epochs of the data are used up"):
+    with pytest.raises(EpochsOver, match="max_epochs=2 epochs of the data are used up"):
         source.next_batch()
+    ended = loader(batch=5, epochs=1)  # lowered for a resume
+    ended.load_state_dict(source.state_dict())
+    with pytest.raises(EpochsOver, match="max_epochs=1"):
+        ended.next_batch()
 
 
 def test_a_state_of_other_data_is_refused() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rstar2_megatron.runs.base_run import StopSignals
-from rstar2_megatron.runs.cold_start import cache_dir, find_cached, find_reference
+from rstar2_megatron.runs.cold_start import _scored_by, cache_dir, find_cached, find_reference
 from rstar2_megatron.settings.load import load_settings
 from rstar2_megatron.settings.schema import Settings, SFTPhaseSettings
 
@@ -26,7 +26,7 @@ def settings(tmp_path: Path) -> Settings:
     directory = cache_dir(settings)
     (directory / "model").mkdir(parents=True)
     (directory / "model" / "config.json").write_text("{}")
-    result = {"before": None, "after": 0.5, "seconds": 1.0, "losses": {"format": 0.1}}  # older results have more than scores
+    result = {"before": None, "after": 0.5, "scored_by": _scored_by(settings), "seconds": 1.0}  # older results have more
     (directory / "result.json").write_text(json.dumps(result))
     return settings
 
@@ -35,6 +35,16 @@ def test_a_resumed_run_finds_its_reference(settings: Settings) -> None:
     found = find_cached(settings)
     assert found is not None and found.after == 0.5
     assert find_reference(settings) == found
+
+
+def test_scores_of_another_evaluation_are_not_taken_from_the_cache(settings: Settings) -> None:
+    settings.evaluation.save_trajectories = not settings.evaluation.save_trajectories
+    assert find_cached(settings) is not None and find_cached(settings).after == 0.5  # type: ignore[union-attr]
+    settings.evaluation.num_samples += 1
+    found = find_cached(settings)
+    assert found is not None and (found.before, found.after) == (None, None)
+    settings.runner.seq_length += 1  # which cuts the rows
+    assert find_cached(settings) is None
 
 
 @pytest.mark.parametrize("gone", ["cache", "model", "data"])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rstar2_megatron.runs import preflight
-from rstar2_megatron.runs.preflight import check_before_start
+from rstar2_megatron.runs.preflight import algorithm_notes, check_before_start
 from rstar2_megatron.settings.load import ConfigError, load
 from rstar2_megatron.settings.placement import Slots, gpu_problem
 from rstar2_megatron.settings.planning.disk import checkpoint_bytes
@@ -91,6 +91,22 @@ def test_good_settings_pass_without_warnings(model: Path, data: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["reward.terms=[{name: a, function: math},{name: b, function: math}]"], "reward.terms adds several rewards"),
+        (["algorithm.max_staleness=2", "algorithm.recompute_logprobs=True"], "nothing corrects the age of tokens under"),
+        (["algorithm.policy_loss=gspo"], "algorithm.policy_loss=gspo clips ratios of whole sequences near 1"),
+        (["algorithm.policy_loss=gspo", "algorithm.recompute_logprobs=True"], ""),
+        (["algorithm.max_staleness=2"], ""),
+        (["algorithm.max_staleness=2", "algorithm.recompute_logprobs=True", "algorithm.decoupled_loss=True"], ""),
+    ],
+)
+def test_what_is_allowed_and_probably_not_meant(model: Path, data: Path, words: list[str], said: str) -> None:
+    notes = list(algorithm_notes(tiny(model, data, *words)))
+    assert len(notes) == bool(said) and all(said in note for note in notes)
+
+
+@pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (["data.max_prompt_length=600", "runner.seq_length=640"], r"=600 \+ .*=256 exceed .*=640; set runner.seq_length=856"),
@@ -103,7 +119,7 @@ def test_good_settings_pass_without_warnings(model: Path, data: Path) -> None:
         ),
         (
             ["algorithm.refill.enabled=True", "algorithm.down_sampling.do_down_sampling=False"],
-            r"do_down_sampling=False; set it to True, with .*down_sample_to_n=16 and mode=uniform",
+            r"=False or reject_equal_reward=False there are none; set both keys .*down_sample_to_n=16 and mode=uniform",
         ),
         (
             ["algorithm.kl_beta=0.1", "algorithm.kl_penalty_type=kl"],
@@ -112,6 +128,10 @@ def test_good_settings_pass_without_warnings(model: Path, data: Path) -> None:
         (["actor.model.transformer_impl=transformer_engine"], r"TransformerEngine is not installed"),
         (["actor.model.expert_model_parallel_size=2"], r"Qwen2ForCausalLM has no experts; set it to 1"),
         (["algorithm.importance_sampling_fix=True"], r"set algorithm.recompute_logprobs=True"),
+        (
+            ["algorithm.decoupled_weight_cap=5"],
+            r"decoupled_weight_cap=5 is a part of algorithm.decoupled_loss; set that to True",
+        ),
         (["algorithm.decoupled_loss=True"], r"decoupled_loss=True clips .* set algorithm.recompute_logprobs=True"),
         (
             [f"algorithm.{key}=True" for key in ("decoupled_loss", "importance_sampling_fix", "recompute_logprobs")],

@@ -33,8 +33,11 @@ def test_from_an_earlier_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert [step for step, _ in checkpoint.complete_checkpoints(kept)] == [60]
     assert len(list(kept.glob("global_step_*.*"))) == 2
     save(tmp_path, 70)
+    assert begun(tmp_path, f"runner.resume_dir={kept / 'global_step_60'}") == (70, kept / "global_step_70")  # after a kill
+    assert "this run began at" in capsys.readouterr().out
     assert begun(tmp_path) == (70, kept / "global_step_70")
     assert capsys.readouterr().out == ""
+    assert begun(tmp_path, f"runner.resume_dir={kept / 'global_step_60'}") == (60, kept / "global_step_60")
 
 
 def test_a_relative_checkpoint_counts_from_where_the_user_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,3 +55,16 @@ def test_a_run_without_a_checkpoint_is_moved_aside(tmp_path: Path, capsys: pytes
     assert begun(tmp_path) is None
     assert "(it has no checkpoint to resume from); starting a new one" in capsys.readouterr().out
     assert len(list(tmp_path.glob("run.*"))) == 1
+
+
+def test_a_run_that_a_condition_ended_goes_on_when_the_condition_is_another(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path, 3)
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 3, "rollout/pass_rate": 0.86}\n')
+    finished = '{"step": 3, "condition": "rollout/pass_rate >= 0.85 1 times (0.86)", "seconds": 1}'
+    for bound, resumed in ((0.95, True), (0.85, False)):
+        (tmp_path / "run" / "finished.json").write_text(finished)
+        found = begun(tmp_path, f"runner.stop_when=[{{metric: rollout/pass_rate, at_least: {bound}}}]")
+        assert (found is not None) == resumed
+    assert "(it finished with step 3)" in capsys.readouterr().out

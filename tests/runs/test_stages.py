@@ -165,6 +165,15 @@ def test_fingerprint_changes_with_what_runs(tmp_path: Path) -> None:
     assert prints[0][0] == prints[1][0] and prints[0][1] != prints[1][1]
 
 
+def test_a_recipe_goes_on_at_another_place(tmp_path: Path) -> None:
+    """A job that is queued again has another first node, and its judge another port."""
+    two = STAGES[1:3]
+    here = plan(tmp_path, stages=two)
+    words = ["tools.codejudge.host_addr=node7", "tools.codejudge.host_port=21000", "runner.metrics_port=9000"]
+    there = plan(tmp_path, *words, f"runner.output_dir={tmp_path / 'larger'}", stages=two)
+    assert [here.fingerprint(s) for s in here.recipe.stages] == [there.fingerprint(s) for s in there.recipe.stages]
+
+
 @pytest.mark.parametrize(
     ("stages", "message"),
     [

@@ -53,6 +53,7 @@ class DownSamplingConfig(Section):
 
 class DownSamplingSettings(Section):
     do_down_sampling: bool = True
+    """False: no group is rejected either."""
     down_sampling_config: DownSamplingConfig
 
 
@@ -122,7 +123,9 @@ class AlgorithmSettings(Section):
     loss_agg_func: Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "released-verl", "released-rlinf"] = (
         "token-mean"
     )
-    """token-mean: over the whole step (the paper); the released ones as `algorithm.loss.aggregate` describes them."""
+    """token-mean: over the whole mini-batch (DAPO; the paper's equation has one problem's group); the released ones as
+    `algorithm.loss.aggregate` describes them.
+    """
     recompute_logprobs: bool = False
     """Old log-probs from the actor instead of the engine; works with down-sampling on."""
     clip_ratio_low: float = Field(0.2, gt=0, lt=1)
@@ -154,7 +157,7 @@ class AlgorithmSettings(Section):
     mis_geometric: Band | None = None
     """The same for the geometric mean of the ratios, e.g. [0.99, 1.01]."""
     icepop: Band | None = None
-    """IcePop: tokens whose ratio is outside are left out, e.g. [0.5, 5]."""
+    """IcePop's band: tokens whose ratio is outside are left out, e.g. [0.5, 5]. Its weight is importance_sampling_fix."""
     down_sampling: DownSamplingSettings
     refill: RefillSettings = RefillSettings()
     sampling_params: SamplingParams
