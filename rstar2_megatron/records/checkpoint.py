@@ -65,14 +65,19 @@ def steps_to_keep(notes: Mapping[int, CheckpointNote], keep: int, *, best: bool,
     return kept
 
 
+def step_of(path: Path) -> int | None:
+    """N of a directory global_step_N; None for another name."""
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
 def complete_checkpoints(checkpoints_dir: Path) -> list[tuple[int, Path]]:
     """(step, directory) of every complete checkpoint, oldest first."""
     found = []
     if checkpoints_dir.is_dir():
         for path in checkpoints_dir.iterdir():
-            match = _NAME.fullmatch(path.name)
-            if match and path.is_dir():
-                found.append((int(match.group(1)), path))
+            if (step := step_of(path)) is not None and path.is_dir():
+                found.append((step, path))
     return sorted(found)
 
 
@@ -84,13 +89,13 @@ def find_resume(resume_dir: str | None, checkpoints_dir: Path) -> tuple[int, Pat
         checkpoints = complete_checkpoints(checkpoints_dir)
         return checkpoints[-1] if checkpoints else None
     path = Path(resume_dir)
-    match = _NAME.fullmatch(path.name)
-    if not match or not (path / "actor").is_dir() or not (path / "data" / "data.pt").is_file():
+    step = step_of(path)
+    if step is None or not (path / "actor").is_dir() or not (path / "data" / "data.pt").is_file():
         raise ValueError(
             f"runner.resume_dir={resume_dir} is not a checkpoint: expected a directory global_step_N with actor/ and "
             "data/data.pt in it; use `auto` for the newest of this experiment or null for a new run"
         )
-    return int(match.group(1)), path
+    return step, path
 
 
 def set_aside_behind(step: int, checkpoints_dir: Path, suffix: str) -> list[Path]:

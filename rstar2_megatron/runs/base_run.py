@@ -13,12 +13,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import yaml
-
 from rstar2_megatron.extension.user_code import all_user_code
 from rstar2_megatron.records.checkpoint import find_resume, set_aside_behind
 from rstar2_megatron.records.jsonl_file import JsonlFile
 from rstar2_megatron.records.whole_file import write_json, write_text
+from rstar2_megatron.runs.inputs.output_directory import resume_dir
 from rstar2_megatron.runs.stopping import first_that_holds
 from rstar2_megatron.services.run_temporary import RunTemporary
 from rstar2_megatron.settings.load import print_config
@@ -123,7 +122,12 @@ class BaseRun:
         for a bad `runner.resume_dir`.
         """
         runner = self.settings.runner
-        resume = find_resume(self._resume_dir(), self.checkpoints)
+        given = resume_dir(self.settings)
+        resume = find_resume(given, self.checkpoints)
+        if resume and given != runner.resume_dir:
+            self._say(
+                f"going on behind {runner.resume_dir}; to begin there again, move {self.checkpoints} away or take another name"
+            )
         if resume and runner.resume_dir == "auto" and finished_step(self.directory, runner, total_steps) == resume[0]:
             self._archive(f"it finished with step {resume[0]}")
             resume = None
@@ -140,23 +144,6 @@ class BaseRun:
         for _, code in all_user_code(self.settings):
             code.save(self.directory)
         return resume
-
-    def _resume_dir(self) -> str | None:
-        """`runner.resume_dir`; "auto" where the run of this directory began with the same one and has a later checkpoint: the
-        same command goes on.
-        """
-        given, path = self.settings.runner.resume_dir, self.directory / "config.yaml"
-        if given in (None, "auto") or not path.is_file():
-            return given
-        before = yaml.safe_load(path.read_text(encoding="utf-8"))["runner"].get("resume_dir")
-        newest = find_resume("auto", self.checkpoints)
-        began = find_resume(given, self.checkpoints)
-        if before != given or newest is None or began is None or newest[0] <= began[0]:
-            return given
-        self._say(
-            f"this run began at {given} and goes on; to begin there again, move {newest[1].parent} away or take another name"
-        )
-        return "auto"
 
     def mark_finished(self, step: int, condition: str = "") -> None:
         """Note that everything of the run is on disk. `condition`: the condition that ended it before its last step, or ""."""

@@ -28,7 +28,7 @@ from rstar2_megatron.reward.answer_text import worked_note
 from rstar2_megatron.reward.own import OwnReward
 from rstar2_megatron.rollout.tool_set import tools_of
 from rstar2_megatron.rollout.turn_loops import TurnLoops
-from rstar2_megatron.runs.inputs.output_directory import output_problems, run_directory
+from rstar2_megatron.runs.inputs.output_directory import output_problems, resume_dir, run_directory
 from rstar2_megatron.runs.stopping import condition_problems
 from rstar2_megatron.search.preference.trees import read_trees
 from rstar2_megatron.services.process import is_loopback
@@ -77,7 +77,7 @@ def check_before_start(
 
     _raise(arithmetic_problems(settings))
     _raise(output_problems(settings))
-    find_resume(settings.runner.resume_dir, run_directory(settings) / "checkpoints")
+    find_resume(resume_dir(settings), run_directory(settings) / "checkpoints")
     _raise(user_code_problems(settings))
     _raise(tool_problems(settings))
     gpus = find_gpus()
@@ -594,7 +594,7 @@ def disk_problems(settings: Settings, model: ModelConfig, free_bytes: Callable[[
     run = run_directory(settings)
     directory = nearest_existing(run.resolve())
     disk, one = disk_needed(settings, model), checkpoint_bytes(settings, model)
-    resume = find_resume(runner.resume_dir, run / "checkpoints")
+    resume = find_resume(resume_dir(settings), run / "checkpoints")
     existing = sum(step <= resume[0] for step, _ in complete_checkpoints(run / "checkpoints")) if resume else 0
     count = max(disk.num_checkpoints - existing, 1)
     needed, free = one * count + disk.export, free_bytes(directory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,11 @@ def test_from_an_earlier_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert len(list(kept.glob("global_step_*.*"))) == 2
     save(tmp_path, 70)
     assert begun(tmp_path, f"runner.resume_dir={kept / 'global_step_60'}") == (70, kept / "global_step_70")  # after a kill
-    assert "this run began at" in capsys.readouterr().out
+    assert f"going on behind {kept / 'global_step_60'}; to begin there again" in capsys.readouterr().out
+    shutil.rmtree(kept / "global_step_60")  # pruned meanwhile
+    assert begun(tmp_path, f"runner.resume_dir={kept / 'global_step_60'}") == (70, kept / "global_step_70")
+    save(tmp_path, 60)
+    capsys.readouterr()
     assert begun(tmp_path) == (70, kept / "global_step_70")
     assert capsys.readouterr().out == ""
     assert begun(tmp_path, f"runner.resume_dir={kept / 'global_step_60'}") == (60, kept / "global_step_60")

@@ -8,9 +8,11 @@ import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import yaml
 
+from rstar2_megatron.records.checkpoint import complete_checkpoints, step_of
 from rstar2_megatron.records.disk import nearest_existing
 from rstar2_megatron.settings.load import ConfigError
 from rstar2_megatron.settings.schema import Settings
@@ -26,18 +28,31 @@ def output_problems(settings: Settings) -> Iterator[str]:
     nearest = nearest_existing(directory)
     if not nearest.is_dir():
         yield f"{nearest} is a file, and the run would write into {directory}; set runner.output_dir to a directory"
-    saved, task = directory / "config.yaml", settings.runner.task_type
-    if saved.is_file() and (there := _task_of(saved)) not in ("", task):
+    task = settings.runner.task_type
+    if (there := saved_runner(directory).get("task_type", task)) != task:
         yield (
             f"{directory} has a run of runner.task_type={there}, this one is of {task}; give each its runner.experiment_name"
         )
 
 
-def _task_of(saved: Path) -> str:
+def saved_runner(directory: Path) -> dict[str, Any]:
+    """Section `runner` of the run that the directory has; empty where it has none, or one that cannot be read."""
     try:
-        return str(yaml.safe_load(saved.read_text(encoding="utf-8"))["runner"]["task_type"])
-    except (OSError, yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError):  # cut off by a kill
-        return ""
+        return dict(yaml.safe_load((directory / "config.yaml").read_text(encoding="utf-8"))["runner"])
+    except (OSError, yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError, ValueError):  # of another hand
+        return {}
+
+
+def resume_dir(settings: Settings) -> str | None:
+    """`runner.resume_dir`; "auto" where the run of this directory began at the same one and has a later checkpoint.
+
+    So the same command goes on, also when that checkpoint has been pruned.
+    """
+    given, directory = settings.runner.resume_dir, run_directory(settings)
+    if given in (None, "auto") or saved_runner(directory).get("resume_dir") != given:
+        return given
+    began, own = step_of(Path(str(given))), complete_checkpoints(directory / "checkpoints")
+    return "auto" if began is not None and own and own[-1][0] > began else given
 
 
 @contextlib.contextmanager
