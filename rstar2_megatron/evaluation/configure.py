@@ -22,7 +22,7 @@ from rstar2_megatron.model.weight_files import weight_notes
 from rstar2_megatron.records.disk import reason_of
 from rstar2_megatron.records.model_format import FILE, read_format
 from rstar2_megatron.reward.answer_text import worked_note
-from rstar2_megatron.rollout.spec import RolloutSpec
+from rstar2_megatron.rollout.spec import RolloutSpec, request_seed_of
 from rstar2_megatron.settings.load import load_settings
 from rstar2_megatron.settings.placement import visible_gpus
 from rstar2_megatron.settings.schema import SamplingParams, Settings
@@ -135,6 +135,7 @@ def configure(arguments: argparse.Namespace) -> tuple[Settings, SamplingSettings
         samples=arguments.samples,
         sampling=SamplingParams(temperature=arguments.temperature, top_p=arguments.top_p, max_new_tokens=tokens),
         max_assistant_turns=arguments.max_turns,
+        seed=request_seed_of(settings),
     )
     gpus, _ = visible_gpus()
     engines = arguments.engines or max(1, gpus // settings.rollout.tensor_parallel_size)

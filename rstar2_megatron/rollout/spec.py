@@ -29,7 +29,7 @@ class RolloutSpec:
             max_assistant_turns=settings.agentloop.max_assistant_turns,
             tail=settings.rollout.tail,
             resume_carried=True,
-            seed=_seed(settings),
+            seed=request_seed_of(settings),
             number=step,
         )
 
@@ -41,9 +41,10 @@ class RolloutSpec:
             samples=evaluation.num_samples,
             sampling=SamplingParams(temperature=evaluation.temperature, max_new_tokens=most),
             max_assistant_turns=evaluation.max_assistant_turns or settings.agentloop.max_assistant_turns,
-            seed=_seed(settings),
+            seed=request_seed_of(settings),
         )
 
 
-def _seed(settings: Settings) -> int | None:
+def request_seed_of(settings: Settings) -> int | None:
+    """The seed of which requests make theirs; None: the engine's random numbers."""
     return settings.actor.seed if settings.rollout.request_seeds else None

@@ -92,6 +92,14 @@ def test_the_papers_protocol_is_the_default(data: Path, tmp_path: Path, capsys: 
     assert "share the model's 4088 tokens" in capsys.readouterr().err
 
 
+def test_attempts_sample_by_seeds_of_their_own_where_requests_do(data: Path, tmp_path: Path) -> None:
+    """Without a seed all k attempts of an engine with request_seeds are one draw."""
+    model = model_of_context(tmp_path / "model", 4096)
+    for words, seed in (([], None), (["rollout.request_seeds=True", "actor.seed=7"], 7)):
+        _, sampling = configure(parse(["--model", str(model), "--data", str(data), *words]))
+        assert sampling.spec.seed == seed
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
