@@ -51,7 +51,9 @@ class Scores:
     average: Estimate
     """avg@k: mean over problems of the share of right attempts (pass@1)."""
     pass_at: dict[int, Estimate]
-    """j -> unbiased estimate of the probability that one of j attempts is right; j = 1, 2, 4, ... and k."""
+    """j -> unbiased estimate of the probability that one of j attempts is right; j = 1, 2, 4, ... and k, where each
+    problem has j attempts.
+    """
     majority: Estimate | None
     """majority@k: the most frequent answer is right; ties count by the share of right ones among them. None: right attempts
     name no answer, because a reward of the user's decides.
@@ -97,9 +99,9 @@ def score(samples: Sequence[Sample], k: int, *, num_problems: int | None = None,
     counts = [(len(group), sum(item.positive for item in group)) for group in groups]
     pass_at = {}
     for j in (*(1 << i for i in range(k.bit_length()) if 1 << i < k), k):
-        enough = [(n, right) for n, right in counts if n >= j]
-        if enough:
-            pass_at[j] = estimate([pass_at_j(n, right, j) for n, right in enough])
+        # of some problems alone it would be that of problems whose attempts are seldom spoiled, the short ones
+        if all(n >= j for n, _ in counts):
+            pass_at[j] = estimate([pass_at_j(n, right, j) for n, right in counts])
     asked = (num_problems or len(groups)) * k
     return Scores(
         num_problems=len(groups),

@@ -100,7 +100,7 @@ def test_scores_by_hand() -> None:
     scores = score(samples, 2, num_problems=4)
     assert scores.average.value == pytest.approx((0.5 + 1 + 0) / 3)
     assert scores.pass_at[1].value == pytest.approx(scores.average.value)
-    assert scores.pass_at[2].value == 1.0  # of a and b: c has one attempt
+    assert set(scores.pass_at) == {1}  # c has one attempt: of a and b alone pass@2 would be that of the easy ones
     assert scores.majority.value == pytest.approx((0.5 + 1 + 0) / 3)
     assert scores.missing == 4 * 2 - 5
     assert scores.run_deviation == pytest.approx(statistics.stdev([1.0, 1 / 3]))
@@ -112,8 +112,12 @@ def test_scores_by_hand() -> None:
     assert scores.lengths["generated_length"] == pytest.approx((8 * 4 + 20) / 5)
     assert scores.endings["length_limit"] == pytest.approx(1 / 5)
     metrics = scores.metrics()
-    assert metrics["majority@2"] == scores.majority.value and metrics["pass@2"] == 1.0
+    assert metrics["majority@2"] == scores.majority.value and "pass@2" not in metrics
     json.dumps(metrics)
+    whole = score(samples[:4], 2)
+    assert whole.pass_at[2].value == 1.0 and whole.metrics()["pass@2"] == 1.0
+    row = next(line.split() for line in render({"cut": scores, "whole": whole}).splitlines() if line.startswith("pass@2"))
+    assert row[1] == "-" and row[2] == "100.0"
 
 
 def test_parts_are_scored_apart() -> None:
