@@ -166,7 +166,8 @@ def _results(
         leaves = [(query_id, leaf.positive) for query_id, found in searched.found.items() for leaf in found]
         counts = pass_counts(problems, leaves)
         write_jsonl(out / f"{name}.pass_counts.jsonl", (dataclasses.asdict(count) for count in counts))
-    by_answers = settings.guide in ("answers", "answers+scores")
+    more_by_answers = settings.mode == "mcts" and settings.more_rollouts > 0  # for problems without a right solution
+    by_answers = settings.guide in ("answers", "answers+scores") or more_by_answers
     return results(name, searched, grader.equal, by_answers=by_answers)
 
 

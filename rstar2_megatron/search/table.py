@@ -72,7 +72,7 @@ def _affordable(tree: Tree, budget: int | None) -> dict[str, int]:
 
 
 def results(name: str, searched: SearchedSet, equal: Equal, *, by_answers: bool) -> list[ChoiceScores]:
-    """Every choice of a search. by_answers: the values of leaves are the answers'."""
+    """Every choice of a search. by_answers: the known answers decide what is searched or valued."""
     found, tokens = searched.found, searched.tokens
 
     def of(choice: Callable[[Sequence[Solution]], Solution | None]) -> dict[str, float]:
@@ -93,7 +93,7 @@ def results(name: str, searched: SearchedSet, equal: Equal, *, by_answers: bool)
         return [*rows, ChoiceScores(f"{name}, any of {mean}", any_right, tokens, ceiling=True)]
     return [
         ChoiceScores(f"{name}, best value", of(best_value), tokens, ceiling=by_answers),
-        ChoiceScores(f"{name}, majority", of(lambda s: most_frequent(s, equal)), tokens),
+        ChoiceScores(f"{name}, majority", of(lambda s: most_frequent(s, equal)), tokens, ceiling=by_answers),
         ChoiceScores(f"{name}, value-weighted", of(lambda s: most_valued(s, equal)), tokens, ceiling=by_answers),
         ChoiceScores(f"{name}, any right", any_right, tokens, ceiling=True),
     ]
@@ -108,14 +108,19 @@ def paired_difference(first: Mapping[str, float], second: Mapping[str, float]) -
 
 
 def render(rows: Sequence[ChoiceScores], num_problems: int) -> str:
-    """An aligned table: right answers in per cent with intervals, generated tokens a problem, distance to greedy."""
+    """An aligned table: right answers in per cent with intervals, generated tokens a problem, distance to greedy.
+
+    num_problems: those that were asked for. The heading has the number that the rows count, and a line the unfinished ones.
+    """
+    counted = sorted({len(row.scores) for row in rows}) or [0]
     greedy = next((row for row in rows if row.name == "greedy"), None)
-    table = [("", f"right of {num_problems}, %", "tokens a problem", "against greedy")]
+    table = [("", f"right of {' to '.join(map(str, counted))}, %", "tokens a problem", "against greedy")]
     for row in rows:
         tokens = f"{sum(row.tokens.values()) / len(row.tokens):,.0f}" if row.tokens else "-"
         against = "" if greedy is None or row is greedy else _signed(paired_difference(row.scores, greedy.scores))
         table.append((row.name + (" (uses the answers)" if row.ceiling else ""), str(row.estimate()), tokens, against))
-    return aligned(table)
+    missing = num_problems - counted[0]
+    return aligned(table) + (f"\n{missing} of {num_problems} problems are unfinished and not counted" if missing else "")
 
 
 def _signed(e: Estimate) -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from rstar2_megatron.evaluation.scores import same_answer
-from rstar2_megatron.search.__main__ import guided, main
+from rstar2_megatron.records.whole_file import write_jsonl
+from rstar2_megatron.search.__main__ import _results, guided, main
 from rstar2_megatron.search.beam import Attempts
 from rstar2_megatron.search.choose import Solution
 from rstar2_megatron.search.table import SearchedSet, paired_difference, read_set, render, results
@@ -41,6 +44,8 @@ def test_every_choice_is_a_row() -> None:
         "mcts, any right": {"a": 1.0, "b": 0.0, "c": 0.0},
     }
     assert [row.ceiling for row in rows] == [False, False, False, True]
+    guided_rows = results("mcts", SearchedSet(FOUND, TOKENS), same_answer, by_answers=True)
+    assert all(row.ceiling for row in guided_rows)  # which solutions vote is decided by the answers too
 
 
 def test_sampling_has_the_scores_of_its_attempts() -> None:
@@ -77,6 +82,29 @@ def test_rendered_against_greedy() -> None:
     text = render(rows, 3)
     assert "mcts, best value (uses the answers)" in text and text.splitlines()[2].startswith("greedy")
     assert "33.3 [" in text and "60" in text
+    assert "right of 3, %" in text and "unfinished" not in text
+    text = render(rows, 5)
+    assert "right of 3, %" in text and text.endswith("\n2 of 5 problems are unfinished and not counted")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "uses_answers"),
+    [
+        ({"guide": "answers"}, True),
+        ({"guide": "scores"}, False),
+        ({"guide": "scores", "more_rollouts": 4}, True),  # problems without a right solution get them
+        ({"guide": "scores", "more_rollouts": 4, "mode": "beam"}, False),  # which has no rollouts
+    ],
+)
+def test_a_choice_says_that_the_answers_steered_its_search(chosen: dict[str, Any], uses_answers: bool, tmp_path: Path) -> None:
+    search = Attempts(settings(rollouts=1, depth=2))
+    (root,) = search.wanted()
+    search.grow(root, [finished("!", 1.0, 1.0)])
+    problem = Problem("q", [{"role": "user", "content": "?"}], ["!"])
+    write_jsonl(tmp_path / "mcts.jsonl", [tree_row(problem, search, "mcts", 1.0)])
+    chosen_settings = SearchSettings.model_validate(chosen)
+    rows = _results("mcts", chosen_settings, [problem], tmp_path, SimpleNamespace(equal=same_answer), None)  # type: ignore[arg-type]
+    assert {row.name: row.ceiling for row in rows}["mcts, majority"] == uses_answers
 
 
 def test_paired_differences() -> None:
