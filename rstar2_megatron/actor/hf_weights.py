@@ -23,6 +23,7 @@ from torch import Tensor
 
 from rstar2_megatron.actor.checkpoint import replace_directory
 from rstar2_megatron.model.model_config import ModelConfig
+from rstar2_megatron.model.tokenizer_files import turn_end_id
 from rstar2_megatron.model.weight_files import NOT_FINITE, stored_tensors, weight_problems
 from rstar2_megatron.records.whole_file import write_json
 
@@ -243,6 +244,7 @@ def write_hf_directory(
 ) -> None:
     """Write a Hugging Face directory: safetensors shards of at most 2 GB, config and tokenizer of `source`.
 
+    Its eos_token_id begin with the token that ends a turn in training, which those of a base model lack.
     Collective, because reading `weights` is; only the rank with `write` writes files. The directory appears by a rename.
     `dtype` ("float32", "bfloat16"; None: that of the first weight) is written to config.json, and `keys` over its own.
     """
@@ -302,6 +304,18 @@ def _copy_config(source: Path, target: Path, keys: dict[str, Any]) -> None:
             if file.name not in _NOT_COPIED:
                 shutil.copy(file, target / file.name)
     config = json.loads((source / "config.json").read_text())
-    config.pop("torch_dtype", None)
+    if "torch_dtype" in config:  # the name that older versions of transformers read
+        config["torch_dtype"] = keys["dtype"]
     config.update(keys)
-    write_json(target / "config.json", config)
+    write_json(target / "config.json", _ending(config, end := turn_end_id(source)))
+    if (generation := target / "generation_config.json").is_file():
+        write_json(generation, _ending(json.loads(generation.read_text()), end))
+
+
+def _ending(config: dict[str, Any], end: int | None) -> dict[str, Any]:
+    """The configuration with the token `end` first in its eos_token_id."""
+    given = config.get("eos_token_id")
+    ids = given if isinstance(given, list) else [] if given is None else [given]
+    if end is None or ids[:1] == [end]:
+        return config
+    return {**config, "eos_token_id": [end, *(i for i in ids if i != end)]}

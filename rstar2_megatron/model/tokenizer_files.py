@@ -15,7 +15,8 @@ OWN_TEMPLATE = "tokenizer"
 """Value of `agentloop.chat_template`: the tokenizer's own, tools included."""
 _FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")  # the last is no JSON: transformers reads it
 _SMALLEST_SHARE = 0.5  # of the embedding that a tokenizer of the same model names; the rest of an embedding is padding
-_TURN_TOKENS = {"<|im_start|>", "<|im_end|>"}
+_TURN_END = "<|im_end|>"
+_TURN_TOKENS = {"<|im_start|>", _TURN_END}
 DATE = "26 Jul 2024"
 """For templates that write today's date, as Llama 3's: with its default a prompt is the same every day."""
 _NO_TOKENS = {"bos_token": "", "eos_token": "", "pad_token": "", "unk_token": ""}
@@ -82,8 +83,7 @@ def tokenizer_problems(
         raw = {"model": {"vocab": raw}} if path.name == "vocab.json" else raw
         words = (raw.get("model") or {}).get("vocab") or {}
         words = words if isinstance(words, dict) else {word[0]: i for i, word in enumerate(words)}
-        added |= {token["content"]: token["id"] for token in raw.get("added_tokens") or []}
-        added |= {entry["content"]: int(i) for i, entry in (config.get("added_tokens_decoder") or {}).items()}
+        added = _added(raw, config, added)
         size = max([*words.values(), *added.values()]) + 1 if words else 0
     except (AttributeError, KeyError, TypeError, ValueError):
         size = 0
@@ -186,6 +186,22 @@ def _rendering_fault(template: str, tokens: dict[str, Any], *, whole: bool, chat
         line = getattr(error, "lineno", None)
         return (f"line {line}: " if line else "") + " ".join(str(error).split())
     return ""
+
+
+def turn_end_id(directory: Path) -> int | None:
+    """The token that ends a turn in training; None for a tokenizer without ChatML's turns, of which a chat template decides."""
+    files = ("tokenizer.json", "tokenizer_config.json", "added_tokens.json")
+    try:
+        added = _added(*(_optional(directory / file) for file in files))
+    except (AttributeError, KeyError, TypeError, ValueError):  # as below
+        return None
+    return added[_TURN_END] if added.keys() >= _TURN_TOKENS else None
+
+
+def _added(raw: dict[str, Any], config: dict[str, Any], added: dict[str, Any]) -> dict[str, Any]:
+    """Id by token of those that a tokenizer keeps whole, of the objects of its three files."""
+    of_tokenizer = {token["content"]: token["id"] for token in raw.get("added_tokens") or []}
+    return added | of_tokenizer | {entry["content"]: int(i) for i, entry in (config.get("added_tokens_decoder") or {}).items()}
 
 
 def declared_special_tokens(directory: Path) -> list[str]:

@@ -12,11 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rstar2_megatron.actor import hf_weights
+from rstar2_megatron.model.model_config import ModelConfig
+from rstar2_megatron.model.tokenizer_files import directory_problems
 from rstar2_megatron.weights.checksum import tensor_checksum, weights_checksum
 from tests.actor import reference
 from tests.actor.programs import training
 from tests.actor.ranks import RankPool
 from tests.actor.tiny import sequences, settings
+from tests.runs.inputs.models import CONFIG, write_directory
 
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
@@ -97,6 +100,39 @@ def test_sharded_checkpoint_is_read_and_written(
     assert sum(p.numel() for p in reference.load(sharded).parameters()) == sum(t.numel() for t in source.values())
     weights = pool.run(training.round_trip, 2, settings(model=TP2), sharded, tmp_path / "again")[0]
     assert all(torch.equal(weights[name], source[name]) for name in source)
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "ends"),
+    [
+        ({"eos_token_id": 600}, {"eos_token_id": 600}, ([602, 600], [602, 600])),  # a base model's
+        ({"eos_token_id": 602}, {"eos_token_id": [602, 600]}, (602, [602, 600])),  # an instruct model's stay
+        ({"eos_token_id": [600, 602]}, {}, ([602, 600], [602])),
+        ({"eos_token_id": None}, None, ([602], None)),
+    ],
+)
+def test_an_exported_model_stops_where_its_turns_end(
+    config: dict[str, Any], generation: dict[str, Any] | None, ends: tuple[Any, Any], tmp_path: Path
+) -> None:
+    source, target = write_directory(tmp_path / "source"), tmp_path / "target"
+    (source / "config.json").write_text(json.dumps({**CONFIG, **config, "torch_dtype": "float16"}))
+    if generation is not None:
+        (source / "generation_config.json").write_text(json.dumps({"top_p": 0.8, **generation}))
+    weights = load_file(source / "model.safetensors")
+    hf_weights.write_hf_directory(iter(weights.items()), target, source, "bfloat16", write=True)
+    written = json.loads((target / "config.json").read_text())
+    assert (written["eos_token_id"], written["dtype"], written["torch_dtype"]) == (ends[0], "bfloat16", "bfloat16")
+    if generation is not None:
+        assert json.loads((target / "generation_config.json").read_text()) == {"top_p": 0.8, "eos_token_id": ends[1]}
+    assert directory_problems(target, ModelConfig.from_directory(target), None) == []
+
+
+def test_other_tokenizers_keep_their_ends(tmp_path: Path) -> None:
+    """There a chat template decides how a turn ends."""
+    source, target = write_directory(tmp_path / "source"), tmp_path / "target"
+    (source / "tokenizer.json").write_text((source / "tokenizer.json").read_text().replace("<|im_end|>", "<|eot|>"))
+    hf_weights.write_hf_directory(iter(load_file(source / "model.safetensors").items()), target, source, "float32", write=True)
+    assert json.loads((target / "config.json").read_text()) == {**CONFIG, "dtype": "float32"}
 
 
 def test_missing_tensor_names_it(models: dict[str, Path], tmp_path: Path) -> None:
