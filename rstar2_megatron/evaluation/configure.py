@@ -170,7 +170,7 @@ def exit_code(work: Callable[[], int], out: Path) -> int:
 
 
 def _format_beside(model: Path, overrides: Sequence[str]) -> Settings:
-    """config/base.yaml with the format that was saved beside the model; a note says when there is none."""
+    """config/base.yaml with the format and reward that were saved beside the model; a note says when there are none."""
     saved = read_format(model)
     if saved is None:
         print(
@@ -191,5 +191,5 @@ def _format_beside(model: Path, overrides: Sequence[str]) -> Settings:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "evaluation.yaml"
         path.write_text(yaml.safe_dump(required), encoding="utf-8")
-        # `write_format` puts copies of own tools beside the model
+        # `write_format` puts copies of own code beside the model
         return load_settings(str(path), overrides, folder=model.resolve())

@@ -1,6 +1,7 @@
-"""`rstar2_format.json` beside an exported model: the conversation format that it was trained with.
+"""`rstar2_format.json` beside an exported model: the conversation format and the reward that it was trained with.
 
-An evaluation of the model outside its run reads it, because a model in another format solves next to nothing.
+An evaluation of the model outside its run reads it, because a model in another format solves next to nothing, and another
+reward scores something else.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ from rstar2_megatron.settings.schema import AgentLoopSettings, Settings
 from rstar2_megatron.settings.sections.environment import WORDING
 
 FILE = "rstar2_format.json"
+_SCORES = {"function", "terms", "positive_above", "arguments", "mode"}  # what of the reward decides a score
 _LIMITS = {"max_assistant_turns", "max_identical_calls", "max_malformed_turns"}  # of a run, not of the format
 
 
 def write_format(model: Path, settings: Settings) -> None:
-    """Save the format beside the model of a run with these settings, and the code of the user's that it names."""
-    for _, code in all_user_code(settings.agentloop):
-        code.save(model)
+    """Save format and reward beside the model of a run with these settings, and the code of the user's that they name."""
+    for section in (settings.agentloop, settings.reward):
+        for _, code in all_user_code(section):
+            code.save(model)
     agentloop = settings.agentloop.model_dump(mode="json", exclude=_LIMITS)
-    write_json(model / FILE, {"agentloop": agentloop, "reward": {"mode": settings.reward.mode}})
+    reward = settings.reward.model_dump(mode="json", include=_SCORES)
+    write_json(model / FILE, {"agentloop": agentloop, "reward": reward})
 
 
 def other_wording(ours: AgentLoopSettings, theirs: AgentLoopSettings) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rstar2_megatron.evaluation.__main__ import configure, parse
+from rstar2_megatron.extension.user_code import UserCode
 from rstar2_megatron.records.model_format import FILE, format_note, write_format
 from rstar2_megatron.settings.load import load
 from rstar2_megatron.settings.schema import AgentLoopSettings, OwnToolSettings
@@ -55,6 +56,31 @@ def test_a_missing_file_is_named_where_it_was_looked_for(tmp_path: Path, monkeyp
         configure(parse(["--model", "model", "--data", "problems.jsonl", "reward.function=mine.py:score"]))
     places = f"{tmp_path}/model/mine.py or {tmp_path}/mine.py"
     assert str(error.value) == f"reward.function='mine.py:score': there is no file {places}"
+
+
+@pytest.mark.parametrize("form", ["function", "terms"])
+def test_what_scores_a_model_travels_with_it(form: str, tmp_path: Path) -> None:
+    """Without it the math grader would score a model of another reward, without a word."""
+    trained, model, code = tmp_path / "trained", tmp_path / "moved", tmp_path / "mine.py"
+    trained.mkdir()
+    (trained / "config.json").write_text(json.dumps(CONFIG))
+    code.write_text("def games(problem, trajectory, scale):\n    return 0.25 * scale\n")
+    own = {
+        "function": [f"reward.function={code}:games"],
+        "terms": [f"reward.terms=[{{name: games, function: '{code}:games', weight: 2.0}}, {{name: math, function: math}}]"],
+    }[form]
+    words = [*own, "reward.positive_above=0.4", "reward.arguments={scale: 3}", "reward.num_workers=7"]
+    write_format(trained, load("rstar2-tiny-cpu", words).settings)
+    code.unlink()
+    trained.rename(model)
+    evaluated = ["--model", str(model), "--data", "problems.jsonl"]
+    reward = configure(parse(evaluated))[0].reward
+    weights = {term.name: term.weight for term in reward.weighted}
+    assert weights == ({"games": 1.0} if form == "function" else {"games": 2.0, "math": 1.0})
+    first = reward.weighted[0].function
+    assert isinstance(first, UserCode) and first.load()(None, None, **reward.arguments) == 0.75
+    assert reward.positive_above == 0.4 and reward.num_workers != 7
+    assert configure(parse([*evaluated, "reward.function=math", "reward.terms=[]"]))[0].reward.has_math
 
 
 def test_own_tools_travel_with_the_model(tmp_path: Path) -> None:
