@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rstar2_megatron.records.checkpoint import complete_checkpoints
+from rstar2_megatron.records.checkpoint import FINISHED, complete_checkpoints
 
 CONVERTED = "huggingface"  # inside a checkpoint, beside actor/ and data/, so that it is removed with the checkpoint
 
@@ -20,20 +20,24 @@ def find_run_config(path: Path) -> Path | None:
 def hugging_face_directory(path: str | Path, base_model: str | Path | None = None) -> Path:
     """A directory that the engine can load: `path` itself, or one that is converted from the checkpoint there.
 
-    path: a Hugging Face directory; `global_step_N` of a run; or a run, of which the exported model is used, else the newest
-    checkpoint. base_model: the Hugging Face directory that the run started from (config and tokenizer). A checkpoint is
-    converted once, into a directory inside it. Raises ValueError.
+    path: a Hugging Face directory; `global_step_N` of a run; or a run. Of a run the exported model is used when the run has
+    finished or has no checkpoint, else the newest checkpoint: `model/` is then that of fewer steps. base_model: the Hugging
+    Face directory that the run started from (config and tokenizer). A checkpoint is converted once, into a directory inside
+    it. Raises ValueError.
     """
     path = Path(path)
     if (path / "config.json").is_file():
         return path
-    if (path / "model" / "config.json").is_file():
+    exported = (path / "model" / "config.json").is_file()
+    checkpoints = complete_checkpoints(path / "checkpoints")
+    if exported and (not checkpoints or (path / FINISHED).is_file()):
         return path / "model"
-    if (path / "checkpoints").is_dir():
-        checkpoints = complete_checkpoints(path / "checkpoints")
-        if not checkpoints:
-            raise ValueError(f"{path} has neither model/ nor a complete checkpoint yet")
+    if checkpoints:
         path = checkpoints[-1][1]
+        why = ", because the run has gone on behind its model/" if exported else ""
+        print(f"the model is that of {path}{why}", flush=True)
+    elif (path / "checkpoints").is_dir():
+        raise ValueError(f"{path} has neither model/ nor a complete checkpoint yet")
     if not (path / "actor").is_dir():
         raise ValueError(f"{path} is neither a Hugging Face directory (config.json), nor a run, nor a checkpoint global_step_N")
     converted = path / CONVERTED

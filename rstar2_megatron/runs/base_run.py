@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 from rstar2_megatron.extension.user_code import all_user_code
-from rstar2_megatron.records.checkpoint import find_resume, set_aside_behind
+from rstar2_megatron.records.checkpoint import FINISHED, find_resume, set_aside_behind
 from rstar2_megatron.records.jsonl_file import JsonlFile
 from rstar2_megatron.records.whole_file import write_json, write_text
 from rstar2_megatron.runs.inputs.output_directory import resume_dir
@@ -25,7 +25,6 @@ from rstar2_megatron.settings.schema import RunnerSettings, Settings
 
 logger = logging.getLogger(__name__)
 
-FINISHED = "finished.json"
 _RAISE_AGAIN_S = 3.0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from rstar2_megatron.evaluation.__main__ import configure, default_out, main, parse
+from rstar2_megatron.evaluation.model_directory import hugging_face_directory
 from rstar2_megatron.search.__main__ import main as search
 from tests.e2e.runs import ProgramRun, read_jsonl
 from tests.rollout.memorised import CONVERSATIONS, SETTINGS
@@ -171,6 +173,24 @@ def test_results_of_a_run_lie_in_the_run(tmp_path: Path) -> None:
     (run / "metrics.jsonl").touch()
     assert default_out(run / "checkpoints" / "global_step_3", "evaluation") == run / "evaluation" / "global_step_3"
     assert default_out(tmp_path / "Qwen", "search") == Path("evaluations/Qwen")
+
+
+def test_of_a_run_that_goes_on_the_newest_checkpoint_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its model/ is that of fewer steps, until it finishes again."""
+    run = tmp_path / "run"
+    for place in ("model", "checkpoints/global_step_2/huggingface", "checkpoints/global_step_10/huggingface"):
+        (run / place).mkdir(parents=True)
+        (run / place / "config.json").touch()
+    for step in (2, 10):
+        (run / f"checkpoints/global_step_{step}/actor").mkdir()
+    newest = run / "checkpoints/global_step_10"
+    assert hugging_face_directory(run) == newest / "huggingface"
+    assert capsys.readouterr().out == f"the model is that of {newest}, because the run has gone on behind its model/\n"
+    (run / "finished.json").touch()
+    assert hugging_face_directory(run) == run / "model"
+    (run / "finished.json").unlink()
+    shutil.rmtree(run / "checkpoints")
+    assert hugging_face_directory(run) == run / "model"
 
 
 def test_data_may_be_named_in_several_places() -> None:
