@@ -19,7 +19,7 @@ from rstar2_megatron.report.names import COMPARABLE, DIFFERENT_IN_VERL, LENGTH, 
 BOOTSTRAPS = 10_000
 SEEDS_FOR_A_CONCLUSION = 3
 
-HEADS = ("metric", "arm", "seeds", "steps", "final", "best (step)", "area under curve, per step", "difference", "of")
+HEADS = ("metric", "arm", "seeds", "steps", "final", "highest (step)", "area under curve, per step", "difference", "of")
 
 # ---------------------------------------------------------------------------------- figures of a curve that is not empty
 

@@ -21,8 +21,10 @@ from pydantic import BaseModel, ValidationError
 
 from rstar2_megatron.records.whole_file import write_json
 from rstar2_megatron.report.arms import check_arms, group_runs, last_values
+from rstar2_megatron.report.draw import points
 from rstar2_megatron.report.names import panel
 from rstar2_megatron.report.read import read_logs
+from rstar2_megatron.report.table import WEIGHTS
 
 LAST = 5  # steps that are averaged
 LEAST_RUNS = 3
@@ -38,7 +40,7 @@ class Corridor(BaseModel):
         """(metric, sentence) of each that is outside its band after the last of `rows`; steps without a band are not judged."""
         step = int(rows[-1]["step"])
         for name, bands in self.metrics.items():
-            values = last_values({int(row["step"]): row[name] for row in rows if row.get(name) is not None}, step, LAST)
+            values = last_values({int(s): value for s, value in zip(*points(rows, name))}, step, LAST)
             if step in bands and values:
                 (low, high), mean = bands[step], statistics.fmean(values)
                 if not low <= mean <= high:  # NaN is outside
@@ -69,7 +71,10 @@ def make_corridor(runs: Sequence[str], words: Sequence[str], width: float) -> Co
         raise ValueError(f"{len(arm.logs)} runs tell no spread of seeds; give {LEAST_RUNS} or more, better 5")
     metrics = {}
     for name in (panel(word).metric for word in words):
-        if not (curve := arm.curve(name, LAST)):
+        curve = arm.curve(name, LAST)
+        if not curve and name in WEIGHTS and tuple(words) == METRICS:
+            continue  # runs without calls
+        if not curve:
             raise ValueError(f"not every run has {name}")
         usual = statistics.fmean(point.deviation for point in curve.values())  # few seeds may agree at a step by chance
         wide = width * math.sqrt(1 + 1 / len(arm.logs))

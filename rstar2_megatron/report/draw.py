@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +142,7 @@ def stage_borders(directory: Path) -> list[tuple[int, str]]:
     return [(int(stage["first_step"]), str(stage["name"])) for stage in json.loads(path.read_text())]
 
 
-def points(rows: Sequence[dict[str, Any]], name: str) -> tuple[list[float], list[float]]:
+def points(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float], list[float]]:
     """(steps, values) of a metric. Steps without it are left out, and so are ratios of steps that counted no event."""
     weight = WEIGHTS.get(name)
     pairs = [(row["step"], row[name]) for row in rows if row.get(name) is not None and (weight is None or row.get(weight, 1))]

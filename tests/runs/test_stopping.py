@@ -11,9 +11,9 @@ import yaml
 from pydantic import ValidationError
 
 from rstar2_megatron.records.whole_file import write_jsonl
+from rstar2_megatron.report.corridor import METRICS, Corridor, read_corridor
 from rstar2_megatron.report.corridor import main as make_corridor_file
-from rstar2_megatron.report.corridor import read_corridor
-from rstar2_megatron.report.names import PASS_RATE
+from rstar2_megatron.report.names import PASS_RATE, panel
 from rstar2_megatron.runs.stopping import MetricWatch, condition_problems, first_that_holds, span_means
 from rstar2_megatron.settings.load import load_settings
 from rstar2_megatron.settings.schema import StopCondition
@@ -136,6 +136,33 @@ def test_a_corridor_of_earlier_seeds_by_hand(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "s1" / "config.yaml").write_text("actor: {lr: 1}")
     assert make_corridor_file([*runs, "--out", str(file)]) == 2
     assert "are no seeds of one saved configuration" in capsys.readouterr().err
+
+
+def test_steps_without_calls_are_in_no_band_of_errors(tmp_path: Path) -> None:
+    errors, file = "rollout/tool_error_ratio", tmp_path / "corridor.json"
+    others = {panel(word).metric: 0.5 for word in METRICS}
+
+    def band(*calls: int) -> Corridor:
+        (directory := tmp_path / str(sum(calls))).mkdir()
+        runs = seeds(directory, 0.4, 0.5, 0.6)
+        for n, run in enumerate(runs):
+            rows = [
+                {"step": s, **others, "rollout/num_turns": n, errors: 0.3 + n / 10 if c else 0.0, "rollout/tool_calls": c}
+                for s, c in enumerate(calls, 1)
+            ]
+            write_jsonl(Path(run) / "metrics.jsonl", rows)
+        assert make_corridor_file([*runs, "--out", str(file)]) == 0
+        return read_corridor(file)
+
+    assert errors not in band(0, 0).metrics  # of runs without tools
+    corridor = band(4, 0, 4)
+    assert corridor.metrics[errors].keys() == {1, 3} and corridor.metrics[errors][3][0] == pytest.approx(
+        0.4 - 4 * 0.1154701, rel=1e-5
+    )
+    later = [{"step": s, errors: 0.0 if s == 2 else 0.9, "rollout/tool_calls": 4 * (s != 2)} for s in (1, 2, 3)]
+    assert [text for _, text in corridor.outside(later)] == [
+        f"{errors} is 0.9 at step 3 (mean of 2 steps), outside of -0.06188 to 0.8619 by 3 earlier seeds"
+    ]
 
 
 @pytest.mark.parametrize(
