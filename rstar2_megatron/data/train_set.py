@@ -174,10 +174,12 @@ def _write_results(
 
 
 def render_report(report: Mapping[str, Any]) -> str:
-    """Rows in, rows out and why rows were dropped, as aligned text."""
+    """Rows in, rows out, why rows were dropped, and what they were not compared with, as aligned text."""
     lines = [f"{report['rows_in']:>10,} rows in"]
     lines += [f"{count:>10,} dropped: {why}" for why, count in report["dropped"].items() if count]
     lines += [f"{count:>10,} rows in {name}" for name, count in report["written"].items()]
+    if not report["evaluation_problems"]:
+        lines.append("not compared with any evaluation set: --decontaminate")
     return "\n".join(lines)
 
 

@@ -283,10 +283,12 @@ def test_command_line(files: dict[str, Path], tmp_path: Path, capsys: pytest.Cap
     out = tmp_path / "out"
     command = ["--out", str(out), "--source", f"dapo={files['dapo']}", "--validation", "2"]
     assert main(command) == 0
-    assert "23 rows in" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "23 rows in" in said and "not compared with any evaluation set: --decontaminate" in said
     assert main(command) == 2
     assert "already holds train.jsonl" in capsys.readouterr().err
-    assert main([*command, "--force"]) == 0
+    assert main([*command, "--force", "--decontaminate", str(files["aime"])]) == 0
+    assert "not compared" not in capsys.readouterr().out
     assert main(["--out", str(tmp_path / "x"), "--source", "dapo=/nowhere"]) == 2
     assert "/nowhere: no such file" in capsys.readouterr().err
     for flag, value in (("--limit", "0"), ("--validation", "-1"), ("--boilerplate", "1"), ("--boilerplate", "-1")):
