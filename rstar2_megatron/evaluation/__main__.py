@@ -32,6 +32,7 @@ from rstar2_megatron.evaluation.configure import (
     read_benchmarks,
     sampling_parser,
 )
+from rstar2_megatron.evaluation.samples import count_late
 from rstar2_megatron.evaluation.scores import Scores, score, score_by
 from rstar2_megatron.records.text_table import aligned
 from rstar2_megatron.records.whole_file import write_json, write_text
@@ -99,8 +100,14 @@ def run(benchmarks: Mapping[str, Sequence[Problem]], sampling: SamplingSettings,
         if len(benchmarks) > 1 and parts:
             parts["all"] = score(samples, k, num_problems=len(problems), equal=grader.equal)
     text = render(parts)
+    if late := count_late(out / "trajectories.jsonl", part_of):
+        text += (
+            f"\n{late} tries took longer than rollout.trajectory_timeout_s={sampling.rollout.trajectory_timeout_s:g} and were "
+            "drawn again; these are the long ones, without which scores are too high: raise it, with another --out"
+        )
     as_json: dict[str, Any] = {
         "settings": sampling.identity | {"samples": k},
+        "late_tries": late,
         "scores": {name: dataclasses.asdict(scores) for name, scores in parts.items()},
     }
     write_json(out / "scores.json", as_json)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rstar2_megatron.records.jsonl_file import JsonlFile
+from rstar2_megatron.records.trajectory_row import trajectory_row
 from rstar2_megatron.records.whole_file import write_json
-from rstar2_megatron.trajectory import Problem, ToolOutcome, is_usable
+from rstar2_megatron.trajectory import FinishReason, Problem, ToolOutcome, Trajectory, is_usable
 
 
 class SamplesError(ValueError):
@@ -95,6 +96,18 @@ class SampleFile:
     def append(self, row: Mapping[str, Any]) -> None:
         """Write one line; the operating system has it before this returns."""
         self._file.append(row)
+
+
+def try_row(problem: Problem, trajectory: Trajectory, timeout_s: float) -> dict[str, Any]:
+    """The line of a try. One that infrastructure spoiled after `timeout_s`, rollout.trajectory_timeout_s, is marked late."""
+    late = trajectory.finish_reason is FinishReason.INFRASTRUCTURE and trajectory.seconds >= timeout_s
+    return trajectory_row(problem, trajectory) | ({"late": True} if late else {})
+
+
+def count_late(path: Path, query_ids: Collection[str]) -> int:
+    """Tries at these problems that the deadline ended. Each was drawn again, so that shorter ones stand in their place."""
+    rows = (row for _, row in JsonlFile(path).numbered_rows() if row is not None)
+    return sum(row.get("late", False) and row.get("query_id") in query_ids for row in rows)
 
 
 def read_rows(file: JsonlFile) -> Iterator[tuple[int, dict[str, Any]]]:

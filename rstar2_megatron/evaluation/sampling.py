@@ -19,9 +19,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from rstar2_megatron.evaluation.attempt_queue import AttemptQueue, run_together
-from rstar2_megatron.evaluation.samples import Sample, SampleFile
+from rstar2_megatron.evaluation.samples import Sample, SampleFile, try_row
 from rstar2_megatron.evaluation.services import SamplingSettings, running_services
-from rstar2_megatron.records.trajectory_row import trajectory_row
 from rstar2_megatron.rollout.engine.client import EngineClient
 from rstar2_megatron.rollout.scheduling.adaptive_budget import make_budget
 from rstar2_megatron.rollout.scheduling.admission_queue import AdmissionQueue
@@ -70,7 +69,7 @@ async def _draw(
             async def finished(work: Slice, trajectory: Trajectory) -> None:
                 if trajectory.usable:
                     await services.rewards.grade([(work.problem, trajectory)])
-                row = trajectory_row(work.problem, trajectory)
+                row = try_row(work.problem, trajectory, rollout.trajectory_timeout_s)
                 file.append(row)
                 if trajectory.usable:
                     found[trajectory.query_id, trajectory.rollout_index] = Sample.from_row(row)

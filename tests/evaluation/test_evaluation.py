@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from rstar2_megatron.data.problems import read_problems
 from rstar2_megatron.evaluation.__main__ import configure, default_out, main, parse
 from rstar2_megatron.evaluation.model_directory import hugging_face_directory
+from rstar2_megatron.evaluation.samples import SampleFile
 from rstar2_megatron.search.__main__ import main as search
 from tests.e2e.runs import ProgramRun, read_jsonl
+from tests.evaluation.rows import row
 from tests.rollout.memorised import CONVERSATIONS, SETTINGS
 from tests.runs.inputs.models import CONFIG, write_directory
 
@@ -100,6 +103,23 @@ def test_attempts_sample_by_seeds_of_their_own_where_requests_do(data: Path, tmp
     for words, seed in (([], None), (["rollout.request_seeds=True", "actor.seed=7"], 7)):
         _, sampling = configure(parse(["--model", str(model), "--data", str(data), *words]))
         assert sampling.spec.seed == seed
+
+
+def test_late_tries_stand_beside_the_scores(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every attempt is on disk already, so that nothing is started."""
+    model, out = model_of_context(tmp_path / "model", 4096), tmp_path / "out"
+    words = ["--model", str(model), "--data", str(data), "--out", str(out), "-k", "1", "rollout.trajectory_timeout_s=300"]
+    settings, sampling = configure(parse(words))
+    file, problems = SampleFile(out / "trajectories.jsonl", sampling.identity), read_problems([data], settings.data)
+    file.open(problems)
+    for n, p in enumerate(problems):
+        drawn = row(p.query_id, prompt=p.prompt, solutions=p.solutions)
+        for line in [drawn | {"finish_reason": "infrastructure", "late": True}] * n + [drawn]:
+            file.append(line)
+    assert main(words) == 0
+    said = "3 tries took longer than rollout.trajectory_timeout_s=300 and were drawn again; these are the long ones"
+    assert said in capsys.readouterr().out and said in (out / "scores.txt").read_text()
+    assert json.loads((out / "scores.json").read_text())["late_tries"] == 3
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rstar2_megatron.evaluation.samples import SampleFile, SamplesError
+from rstar2_megatron.evaluation.samples import SampleFile, SamplesError, count_late, try_row
+from rstar2_megatron.records.whole_file import write_jsonl
+from rstar2_megatron.trajectory import FinishReason, Trajectory
 from tests.evaluation.rows import problem, row
 
 IDENTITY = {"model": "/m", "sampling": {"temperature": 0.6}}
@@ -25,6 +27,24 @@ def test_only_usable_samples_of_these_problems_count(tmp_path: Path) -> None:
     assert list(found) == [("q", 1)] and found["q", 1].reward == 1.0
     file.append(row("q", 0, reward=0.0))  # the spoiled one, tried again
     assert sorted(SampleFile(path, IDENTITY).open([problem("q")])) == [("q", 0), ("q", 1)]
+
+
+@pytest.mark.parametrize(
+    ("finish", "seconds", "late"),
+    [
+        (FinishReason.INFRASTRUCTURE, 300.2, True),
+        (FinishReason.INFRASTRUCTURE, 12.0, False),  # an engine was lost
+        (FinishReason.ANSWERED, 300.2, False),
+    ],
+)
+def test_tries_that_the_deadline_ended_are_counted(finish: FinishReason, seconds: float, late: bool, tmp_path: Path) -> None:
+    """In their place stand shorter ones, so that they cannot be seen in the scores."""
+    trajectory = Trajectory("q", 0)
+    trajectory.finish_reason, trajectory.seconds = finish, seconds
+    line = try_row(problem("q"), trajectory, 300.0)
+    assert ("late" in line) is late
+    write_jsonl(tmp_path / "t.jsonl", [line, row("q", 0), line, {**line, "query_id": "elsewhere"}])
+    assert count_late(tmp_path / "t.jsonl", {"q"}) == 2 * late
 
 
 def test_a_line_cut_by_a_kill_is_removed(tmp_path: Path) -> None:

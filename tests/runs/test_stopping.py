@@ -156,9 +156,8 @@ def test_steps_without_calls_are_in_no_band_of_errors(tmp_path: Path) -> None:
 
     assert errors not in band(0, 0).metrics  # of runs without tools
     corridor = band(4, 0, 4)
-    assert corridor.metrics[errors].keys() == {1, 3} and corridor.metrics[errors][3][0] == pytest.approx(
-        0.4 - 4 * 0.1154701, rel=1e-5
-    )
+    assert corridor.metrics[errors].keys() == {1, 3}
+    assert corridor.metrics[errors][3][0] == pytest.approx(0.4 - 4 * 0.1154701, rel=1e-5)
     later = [{"step": s, errors: 0.0 if s == 2 else 0.9, "rollout/tool_calls": 4 * (s != 2)} for s in (1, 2, 3)]
     assert [text for _, text in corridor.outside(later)] == [
         f"{errors} is 0.9 at step 3 (mean of 2 steps), outside of -0.06188 to 0.8619 by 3 earlier seeds"
