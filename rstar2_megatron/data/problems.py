@@ -319,3 +319,11 @@ def drop_long_prompts(
             f"every prompt is longer than data.max_prompt_length={max_prompt_length} tokens (shortest {min(lengths)}); raise it"
         )
     return kept, len(problems) - len(kept)
+
+
+def trained_note(held_out: Sequence[Problem], trained: Sequence[Problem]) -> str:
+    """How many held-out problems are trained on, by their prompts; "" for none."""
+    prompts = {str(problem.prompt) for problem in trained}
+    same = sum(str(problem.prompt) in prompts for problem in held_out)
+    said = f"{same} of {len(held_out)} held-out problems have the prompt of a training problem; scores tell little of new ones"
+    return said if same else ""

@@ -20,7 +20,7 @@ from rstar2_megatron.cluster.phases.coordinator import RolloutCoordinator
 from rstar2_megatron.cluster.phases.server import DriverChannel
 from rstar2_megatron.cluster.tracing import StepProfiles, StepTraces
 from rstar2_megatron.data.loader import EpochsOver, ProblemLoader
-from rstar2_megatron.data.problems import drop_long_prompts, read_problems
+from rstar2_megatron.data.problems import drop_long_prompts, read_problems, trained_note
 from rstar2_megatron.evaluation.held_out import evaluate
 from rstar2_megatron.judge.client.service import JudgeService
 from rstar2_megatron.records import checkpoint
@@ -140,6 +140,8 @@ class RLRun(ClusterRun):
                 self._say(f"{dropped} problems left out: longer than data.max_prompt_length")
         self.loader = ProblemLoader(problems, data, max_epochs=settings.runner.max_epochs)
         self.held_out = read_problems(data.val_data_paths, data) if data.val_data_paths else []
+        if note := trained_note(self.held_out, problems):
+            self._say(note)
         kv_tokens = sum(engines.result(timeout))
         parameters = actors.result(timeout)[0]
         channel = DriverChannel(self.cluster.channel, self.rollout, self.reward, settings.runner)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rstar2_megatron.data.loader import EpochsOver, ProblemLoader
-from rstar2_megatron.data.problems import Columns, drop_long_prompts, read_problems
+from rstar2_megatron.data.problems import Columns, drop_long_prompts, read_problems, trained_note
 from rstar2_megatron.data.rows import DataError
 from rstar2_megatron.settings.schema import DataSettings
 from rstar2_megatron.trajectory import Problem
@@ -75,6 +75,14 @@ def test_long_prompts_are_dropped_and_counted() -> None:
     assert [p.query_id for p in kept] == [str(i) for i in range(8)] and dropped == 3
     with pytest.raises(DataError, match=r"longer than data.max_prompt_length=7 tokens \(shortest 9\)"):
         drop_long_prompts(PROBLEMS[9:], lambda p: len(p.prompt[0]["content"]), 7)
+
+
+def test_held_out_problems_that_are_trained_on_are_counted() -> None:
+    """Under other ids and answers too."""
+    others = [Problem(f"held-out-{n}", [{"role": "user", "content": "x" * n}], ["2"]) for n in (9, 10, 11, 12)]
+    said = trained_note(others, PROBLEMS)
+    assert said and said.startswith("2 of 4 held-out problems have the prompt of a training problem")
+    assert trained_note(others[2:], PROBLEMS) == trained_note([], PROBLEMS) == ""
 
 
 def write(path: Path, *rows: object) -> Path:
