@@ -15,6 +15,9 @@ from rstar2_megatron.trajectory import Problem
 class EpochsOver(DataError):
     """`runner.max_epochs` have been trained on: the end of a run."""
 
+    def __init__(self, max_epochs: int) -> None:
+        super().__init__(f"runner.max_epochs={max_epochs} epochs of the data are used up; raise it")
+
 
 class ProblemLoader:
     """Problems, epoch after epoch.
@@ -45,7 +48,7 @@ class ProblemLoader:
             if self._place >= size - size % self._data.rollout_batch_size:
                 self._epoch, self._place = self._epoch + 1, 0
             if self._max_epochs is not None and self._epoch >= self._max_epochs:
-                raise EpochsOver(f"runner.max_epochs={self._max_epochs} epochs of the data are used up; raise it")
+                raise EpochsOver(self._max_epochs)
             taken.append(self._problems[_order(size, self._data.shuffle, self._data.seed, self._epoch)[self._place]])
             self._place += 1
         return taken

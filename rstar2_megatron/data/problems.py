@@ -322,8 +322,8 @@ def drop_long_prompts(
 
 
 def trained_note(held_out: Sequence[Problem], trained: Sequence[Problem]) -> str:
-    """How many held-out problems are trained on, by their prompts; "" for none."""
-    prompts = {str(problem.prompt) for problem in trained}
-    same = sum(str(problem.prompt) in prompts for problem in held_out)
-    said = f"{same} of {len(held_out)} held-out problems have the prompt of a training problem; scores tell little of new ones"
+    """How many held-out problems are trained on, by prompt and solutions; "" for none."""
+    known = {str((problem.prompt, problem.solutions)) for problem in trained}
+    same = sum(str((problem.prompt, problem.solutions)) in known for problem in held_out)
+    said = f"{same} of {len(held_out)} held-out problems are training problems too; scores tell little of new ones"
     return said if same else ""

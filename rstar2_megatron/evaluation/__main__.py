@@ -102,8 +102,8 @@ def run(benchmarks: Mapping[str, Sequence[Problem]], sampling: SamplingSettings,
     text = render(parts)
     if late := count_late(out / "trajectories.jsonl", part_of):
         text += (
-            f"\n{late} tries took longer than rollout.trajectory_timeout_s={sampling.rollout.trajectory_timeout_s:g} and were "
-            "drawn again; these are the long ones, without which scores are too high: raise it, with another --out"
+            f"\n{late} tries took longer than rollout.trajectory_timeout_s was for them and were drawn again; these are the "
+            "long ones, without which scores are too high: raise it, with another --out"
         )
     as_json: dict[str, Any] = {
         "settings": sampling.identity | {"samples": k},

@@ -180,6 +180,13 @@ def _format_beside(model: Path, overrides: Sequence[str]) -> Settings:
         )
     else:
         print(f"note: the format is that of {model / FILE}", file=sys.stderr)
+        reward = saved.get("reward", {})
+        if reward.get("terms") or reward.get("function", "math") != "math":
+            print(
+                "note: so is the reward, which is not the built-in grader alone; reward.terms=[] reward.function=math "
+                "reward.positive_above=0 take that",
+                file=sys.stderr,
+            )
     required = {
         "defaults": ["base", "_self_"],
         "cluster": {"component_placement": None},

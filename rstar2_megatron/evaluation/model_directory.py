@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rstar2_megatron.records.checkpoint import FINISHED, complete_checkpoints
+from rstar2_megatron.records.checkpoint import complete_checkpoints
 
 CONVERTED = "huggingface"  # inside a checkpoint, beside actor/ and data/, so that it is removed with the checkpoint
 
@@ -20,8 +20,8 @@ def find_run_config(path: Path) -> Path | None:
 def hugging_face_directory(path: str | Path, base_model: str | Path | None = None) -> Path:
     """A directory that the engine can load: `path` itself, or one that is converted from the checkpoint there.
 
-    path: a Hugging Face directory; `global_step_N` of a run; or a run. Of a run the exported model is used when the run has
-    finished or has no checkpoint, else the newest checkpoint: `model/` is then that of fewer steps. base_model: the Hugging
+    path: a Hugging Face directory; `global_step_N` of a run; or a run. Of a run the exported model is used unless a checkpoint
+    was written since: `model/` is then that of fewer steps. base_model: the Hugging
     Face directory that the run started from (config and tokenizer). A checkpoint is converted once, into a directory inside
     it. Raises ValueError.
     """
@@ -30,7 +30,7 @@ def hugging_face_directory(path: str | Path, base_model: str | Path | None = Non
         return path
     exported = (path / "model" / "config.json").is_file()
     checkpoints = complete_checkpoints(path / "checkpoints")
-    if exported and (not checkpoints or (path / FINISHED).is_file()):
+    if exported and not (checkpoints and _is_newer(checkpoints[-1][1], path / "model")):
         return path / "model"
     if checkpoints:
         path = checkpoints[-1][1]
@@ -53,3 +53,7 @@ def hugging_face_directory(path: str | Path, base_model: str | Path | None = Non
         print(f"converting {path} to {converted}", flush=True)
         convert(path / "actor", Path(base_model), converted)
     return converted
+
+
+def _is_newer(checkpoint: Path, model: Path) -> bool:
+    return (checkpoint / "data" / "data.pt").stat().st_mtime > (model / "config.json").stat().st_mtime

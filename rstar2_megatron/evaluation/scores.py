@@ -100,7 +100,7 @@ def score(samples: Sequence[Sample], k: int, *, num_problems: int | None = None,
     pass_at = {}
     for j in (*(1 << i for i in range(k.bit_length()) if 1 << i < k), k):
         # of some problems alone it would be that of problems whose attempts are seldom spoiled, the short ones
-        if all(n >= j for n, _ in counts):
+        if all(n >= j for n, _ in counts) and (j == 1 or len(groups) == (num_problems or len(groups))):
             pass_at[j] = estimate([pass_at_j(n, right, j) for n, right in counts])
     asked = (num_problems or len(groups)) * k
     return Scores(

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from rstar2_megatron.evaluation.model_directory import find_run_config
 from rstar2_megatron.judge.client.client import JudgeClient
 from rstar2_megatron.judge.client.service import JudgeService
-from rstar2_megatron.records.model_format import read_format
+from rstar2_megatron.records.model_format import format_note
 from rstar2_megatron.reward.rewards import Rewards
 from rstar2_megatron.rollout.agent_loop import AgentLoop
 from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt, grading_note
@@ -82,6 +82,7 @@ class SamplingSettings:
         return {
             "model": str(model.resolve()),
             "weights": weights_of(model),
+            **({} if self.spec.seed is None else {"request_seed": self.spec.seed}),
             "precision": self.rollout.model.precision,
             "sampling": {**self.spec.sampling.model_dump(), "max_assistant_turns": self.spec.max_assistant_turns},
             "max_context_tokens": self.max_context_tokens,
@@ -117,9 +118,11 @@ async def running_services(settings: SamplingSettings, problems: Sequence[Proble
     template = ChatTemplate(tokenizer, settings.agentloop)
     _check_prompts(template, problems, settings.max_context_tokens)
     model = Path(settings.rollout.model.model_path)
-    foreign = read_format(model) is None and find_run_config(model) is None
-    if foreign and (note := grading_note(template.prompt_text(problems[0]), settings.reward)):
-        print(f"note: {note}", file=sys.stderr)
+    said = format_note(model, settings.agentloop)
+    if said is None and find_run_config(model) is None:  # a model that was not trained here
+        said = grading_note(template.prompt_text(problems[0]), settings.reward)
+    if said:
+        print(f"note: {said}", file=sys.stderr)
     logs.mkdir(parents=True, exist_ok=True)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(RunTemporary().remove)  # after the processes that leave files there

@@ -16,7 +16,7 @@ from rstar2_megatron.settings.schema import AgentLoopSettings, Settings
 from rstar2_megatron.settings.sections.environment import WORDING
 
 FILE = "rstar2_format.json"
-_SCORES = {"function", "terms", "positive_above", "arguments", "mode"}  # what of the reward decides a score
+_PLACES = {"group_name", "num_workers", "reward_type"}  # of a run's workers
 _LIMITS = {"max_assistant_turns", "max_identical_calls", "max_malformed_turns"}  # of a run, not of the format
 
 
@@ -26,7 +26,7 @@ def write_format(model: Path, settings: Settings) -> None:
         for _, code in all_user_code(section):
             code.save(model)
     agentloop = settings.agentloop.model_dump(mode="json", exclude=_LIMITS)
-    reward = settings.reward.model_dump(mode="json", include=_SCORES)
+    reward = settings.reward.model_dump(mode="json", exclude=_PLACES)
     write_json(model / FILE, {"agentloop": agentloop, "reward": reward})
 
 
@@ -57,4 +57,4 @@ def format_note(model: Path, agentloop: AgentLoopSettings) -> str | None:
         update={name: value for name, value in saved.get("agentloop", {}).items() if name in WORDING}
     )
     others = other_wording(agentloop, trained)
-    return others and f"{others}: the model was trained with another ({model / FILE}) and may solve nothing in this one"
+    return others and f"{others}: {model / FILE} has another; a model may solve nothing in a format that it was not trained in"

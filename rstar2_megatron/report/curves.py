@@ -22,7 +22,7 @@ from rstar2_megatron.report.comparison_files import write_comparison
 from rstar2_megatron.report.draw import draw_run
 from rstar2_megatron.report.names import DEFAULT_PANELS, PANELS, panel
 from rstar2_megatron.report.read import read_logs
-from rstar2_megatron.report.table import render_table
+from rstar2_megatron.report.table import WEIGHTS, render_table
 
 _OF_A_COMPARISON = ("metrics", "x", "last", "levels", "strict")  # options without a meaning in curves.png and its table
 
@@ -108,6 +108,9 @@ def _compare(arguments: argparse.Namespace) -> RunComparison:
         raise ValueError(f"none of the logs holds training curves: {'; '.join(empty)}")
     held = {name for arm in with_curves for log in arm.logs for name in log.series}
     panels = [panel(word) for word in arguments.metrics or DEFAULT_PANELS]
+    without = [shown for shown in panels if shown.metric in WEIGHTS and shown.metric not in held]
+    empty += [f"{shown.metric}: no run has a step that counts for it" for shown in without]
+    panels = [shown for shown in panels if shown not in without]
     if arguments.metrics and not all(shown.metric in held for shown in panels):
         missing = ", ".join(shown.metric for shown in panels if shown.metric not in held)
         raise ValueError(f"no log has {missing}; --metrics takes {', '.join(PANELS)}, or a metric's name")

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from rstar2_megatron.data.loader import EpochsOver
 from rstar2_megatron.extension.user_code import all_user_code
 from rstar2_megatron.records.checkpoint import FINISHED, find_resume, set_aside_behind
 from rstar2_megatron.records.jsonl_file import JsonlFile
@@ -174,12 +175,14 @@ def _stamp() -> str:
 def finished_step(directory: Path, runner: RunnerSettings, total_steps: int) -> int | None:
     """The last step of the run of `directory`; None when it did not finish, or when the settings ask for more.
 
-    A run that a condition ended has no more to do while one of the settings' conditions holds.
+    A run that a condition ended has no more to do while one of the settings' conditions holds; one whose epochs are over, while
+    `runner.max_epochs` is the same.
     """
     path = directory / FINISHED
     if not path.is_file():
         return None
     finished: dict[str, Any] = json.loads(path.read_text())
     rows = JsonlFile(directory / "metrics.jsonl").rows() if finished["condition"] else []
-    ended = finished["step"] >= total_steps or first_that_holds(runner.stop_when, rows)
+    used_up = finished["condition"] == str(EpochsOver(runner.max_epochs))
+    ended = finished["step"] >= total_steps or used_up or first_that_holds(runner.stop_when, rows)
     return finished["step"] if ended else None

@@ -24,7 +24,7 @@ from rstar2_megatron.cluster.calls import WorkerGroup
 from rstar2_megatron.evaluation.held_out import HeldOutResult
 from rstar2_megatron.records.model_format import write_format
 from rstar2_megatron.records.whole_file import write_json
-from rstar2_megatron.settings.schema import Settings
+from rstar2_megatron.settings.schema import RewardSettings, Settings
 from rstar2_megatron.sft.rows import load_sft_rows
 from rstar2_megatron.sft.training import run_sft_phase
 
@@ -50,7 +50,6 @@ def cache_dir(settings: Settings) -> Path:
         "seed": settings.cold_start.seed,
         "precision": settings.actor.model.precision,
         "max_tokens_per_mbs": settings.runner.max_tokens_per_mbs,
-        "seq_length": settings.runner.seq_length,
     }
     key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:10]
     return Path(settings.cold_start.cache_dir).resolve() / f"sft-{key}"
@@ -58,8 +57,12 @@ def cache_dir(settings: Settings) -> Path:
 
 def _scored_by(settings: Settings) -> dict[str, Any]:
     """What decides the scores of a model: other settings of these cannot be compared with them."""
-    of_data = {"val_data_paths", "prompt_key", "answer_key", "max_prompt_length"}
-    parts: dict[str, Any] = {"evaluation": True, "reward": True, "agentloop": True, "data": of_data}
+    parts: dict[str, Any] = {
+        **dict.fromkeys(("evaluation", "reward", "agentloop"), True),
+        "data": {"val_data_paths", "prompt_key", "answer_key", "rows", "max_prompt_length"},
+        "tools": {"codejudge": {"time_limit_s", "memory_mb"}},
+        "algorithm": {"sampling_params": {"max_new_tokens"}},
+    }
     return settings.model_dump(mode="json", include=parts, exclude={"evaluation": {"save_trajectories"}})
 
 
@@ -122,7 +125,8 @@ def run_cold_start(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     actor.call("export_hf", str(partial / "model"), timeout_s=settings.runner.step_timeout_s)
-    write_format(partial / "model", settings)
+    # without the reward of this run: others start from the model too
+    write_format(partial / "model", settings.model_copy(update={"reward": RewardSettings(mode=settings.reward.mode)}))
     sync()
     after = evaluate("held-out after SFT") if evaluate else None
     scores = {"before": before.average if before else None, "after": after.average if after else None}

@@ -15,6 +15,7 @@ from typing import Literal
 import psutil
 
 from rstar2_megatron.actor.layout import check_layout
+from rstar2_megatron.algorithm.mismatch import has_rules
 from rstar2_megatron.data.problems import read_problems
 from rstar2_megatron.data.rows import Absent, DataError
 from rstar2_megatron.extension.user_code import UserCode, UserCodeError, all_user_code
@@ -28,6 +29,7 @@ from rstar2_megatron.reward.answer_text import worked_note
 from rstar2_megatron.reward.own import OwnReward
 from rstar2_megatron.rollout.tool_set import tools_of
 from rstar2_megatron.rollout.turn_loops import TurnLoops
+from rstar2_megatron.runs.base_run import finished_step
 from rstar2_megatron.runs.inputs.output_directory import output_problems, resume_dir, run_directory
 from rstar2_megatron.runs.stopping import condition_problems
 from rstar2_megatron.search.preference.trees import read_trees
@@ -132,22 +134,23 @@ def _raise(problems: Iterable[str]) -> None:
 def algorithm_notes(settings: Settings) -> Iterator[str]:
     """What is allowed and probably not meant."""
     algorithm, reward = settings.algorithm, settings.reward
-    if len(reward.terms) > 1 and reward.positive_above == 0:
+    if sum(term.weight > 0 for term in reward.terms) > 1 and reward.positive_above == 0:
         yield (
             "reward.terms adds several rewards, and reward.positive_above=0 counts every sum above 0 as right, also that of a "
             "side reward alone; set it between the largest sum of a wrong answer and the smallest of a right one"
         )
-    corrected = algorithm.decoupled_loss or algorithm.importance_sampling_fix
+    corrected = algorithm.decoupled_loss or algorithm.importance_sampling_fix or has_rules(algorithm)
     if algorithm.max_staleness and algorithm.recompute_logprobs and not corrected:
         yield (
             "algorithm.recompute_logprobs=True takes the policy before the update as the old one, so that nothing corrects the "
             f"age of tokens under algorithm.max_staleness={algorithm.max_staleness}; set algorithm.decoupled_loss=True, "
             "algorithm.importance_sampling_fix=True, or algorithm.recompute_logprobs=False"
         )
-    if algorithm.policy_loss in ("gspo", "gspo-token") and not algorithm.recompute_logprobs:
+    rounds = settings.actor.model.precision == "bf16"
+    if algorithm.policy_loss in ("gspo", "gspo-token") and rounds and not algorithm.recompute_logprobs:
         yield (
             f"algorithm.policy_loss={algorithm.policy_loss} clips ratios of whole sequences near 1, and the difference of "
-            "engine and actor alone is larger; set algorithm.recompute_logprobs=True"
+            "engine and actor in bf16 may be larger; set algorithm.recompute_logprobs=True"
         )
 
 
@@ -473,10 +476,11 @@ def init_checkpoint_problems(settings: Settings) -> Iterator[str]:
 
 
 def _resumes(settings: Settings) -> bool:
-    runner = settings.runner
-    return bool(
-        complete_checkpoints(run_directory(settings) / "checkpoints") if runner.resume_dir == "auto" else runner.resume_dir
-    )
+    """Whether the run goes on from a checkpoint; one that has finished begins anew."""
+    runner, directory = settings.runner, run_directory(settings)
+    found = find_resume(resume_dir(settings), directory / "checkpoints")
+    finished = runner.resume_dir == "auto" and found and finished_step(directory, runner, runner.max_steps) == found[0]
+    return found is not None and not finished
 
 
 def cold_start_problems(settings: Settings) -> Iterator[str]:

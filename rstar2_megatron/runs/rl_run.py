@@ -239,11 +239,18 @@ class RLRun(ClusterRun):
         return step
 
     def _scores_otherwise(self, state: Mapping[str, Any]) -> bool:
-        """Whether the settings give the checkpoint's group other log-probs than then, or no room."""
+        """Whether the settings give the checkpoint's group other log-probs than then, or no room.
+
+        Raises ValueError for another temperature where trajectories go on.
+        """
         runner, sampling = self.settings.runner, self.settings.algorithm.sampling_params
-        before = (
-            state.get("settings", {}).get("algorithm", {}).get("sampling_params", {}).get("temperature", sampling.temperature)
-        )
+        saved = state.get("settings", {}).get("algorithm", {}).get("sampling_params", {})
+        before = saved.get("temperature", sampling.temperature)
+        if before != sampling.temperature and (state.get("carried") or state.get("unfinished")):
+            raise ValueError(
+                "the checkpoint holds trajectories that go on, with log-probs at algorithm.sampling_params.temperature="
+                f"{before}; resume with it, not with {sampling.temperature}"
+            )
         longest = max((sequence.length for sequence in (state["scored"] or ([], []))[0]), default=0)
         return bool(before != sampling.temperature or longest > runner.seq_length)
 
@@ -299,8 +306,8 @@ class RLRun(ClusterRun):
                     self.last_evaluation = (step, self._evaluate(f"held-out at step {step}"))
                     row.update(self.last_evaluation[1].metrics())
             finally:  # also of an evaluation that was stopped: the step's checkpoint is there
+                warnings = self.metric_watch.lines(earlier, row)  # which adds a metric to the row
                 self.files.append(step, row, result.groups, result.shown)
-            warnings = self.metric_watch.lines(earlier, row)
             print("\n".join([step_line(row), *(f"warning: {line}" for line in warnings)]), flush=True)
             self._export_step(row)
             log.log({k: v for k, v in row.items() if k != "step"}, step)

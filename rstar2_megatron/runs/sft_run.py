@@ -76,13 +76,13 @@ class SFTRun(ClusterRun):
         """Name what is otherwise than in the checkpoint's run. Raises DataError for another number of rows: the order of all
         of them depends on it.
         """
-        if (rows := state.get("rows", len(self.rows))) != len(self.rows):
-            raise DataError(
-                f"the checkpoint was made with {rows} rows, now there are {len(self.rows)}; use the same data files, or "
-                "runner.resume_dir=null"
-            )
         for change in changes(state.get("settings", to_plain(self.settings)), to_plain(self.settings)):
             self._say(f"the checkpoint is of a run with {change}")
+        if (rows := state.get("rows", len(self.rows))) != len(self.rows):
+            raise DataError(
+                f"the checkpoint was made with {rows} rows, now there are {len(self.rows)}; use the same data files, lengths "
+                "and limits, or runner.resume_dir=null"
+            )
 
     # what a run of another kind replaces
 
@@ -92,13 +92,14 @@ class SFTRun(ClusterRun):
         tokenizer, length = self._tokenizer(), sft.max_length or self.settings.runner.seq_length
         self.rows = load_sft_rows(sft.train_data_paths, tokenizer, length)
         if has_messages(sft.train_data_paths):
-            given, own = self.settings.agentloop, self.settings.agentloop.in_own_wording()
-            self.settings = self.settings.model_copy(update={"agentloop": own})  # the format that the model learns
-            if others := other_wording(given, own):
+            given = self.settings.agentloop
+            if others := other_wording(given, given.in_own_wording()):
                 self._say(
-                    f"{others}: not used; rows of messages are trained in this project's own format, which RL then needs too, "
-                    "or write rows of segments (docs/your_model.md)"
+                    f"{others}: not used; rows of messages have their own system messages, in ChatML and with calls in "
+                    "<tool_call>, and RL needs the same (docs/your_model.md)"
                 )
+            own = given.model_copy(update={"chat_template": None, "tool_call_format": "hermes"})  # as the rows are written
+            self.settings = self.settings.model_copy(update={"agentloop": own})
         paths = sft.val_data_paths
         self.held_out = load_sft_rows(paths, tokenizer, length) if paths else None
         rows, phase = self.rows, sft_phase_of(sft, len(self.rows))

@@ -78,11 +78,12 @@ def test_long_prompts_are_dropped_and_counted() -> None:
 
 
 def test_held_out_problems_that_are_trained_on_are_counted() -> None:
-    """Under other ids and answers too."""
-    others = [Problem(f"held-out-{n}", [{"role": "user", "content": "x" * n}], ["2"]) for n in (9, 10, 11, 12)]
+    """Under other ids too, and not those that only the solution tells apart, such as a game's hidden number."""
+    others = [Problem(f"held-out-{n}", [{"role": "user", "content": "x" * n}], ["1"]) for n in (9, 10, 11, 12)]
+    others[0].solutions, others[3].prompt = ["2"], PROBLEMS[3].prompt
     said = trained_note(others, PROBLEMS)
-    assert said and said.startswith("2 of 4 held-out problems have the prompt of a training problem")
-    assert trained_note(others[2:], PROBLEMS) == trained_note([], PROBLEMS) == ""
+    assert said and said.startswith("2 of 4 held-out problems are training problems too")
+    assert trained_note(others[:1], PROBLEMS) == trained_note([], PROBLEMS) == ""
 
 
 def write(path: Path, *rows: object) -> Path:

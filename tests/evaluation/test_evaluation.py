@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import sys
@@ -117,7 +118,7 @@ def test_late_tries_stand_beside_the_scores(data: Path, tmp_path: Path, capsys: 
         for line in [drawn | {"finish_reason": "infrastructure", "late": True}] * n + [drawn]:
             file.append(line)
     assert main(words) == 0
-    said = "3 tries took longer than rollout.trajectory_timeout_s=300 and were drawn again; these are the long ones"
+    said = "3 tries took longer than rollout.trajectory_timeout_s was for them and were drawn again; these are the long ones"
     assert said in capsys.readouterr().out and said in (out / "scores.txt").read_text()
     assert json.loads((out / "scores.json").read_text())["late_tries"] == 3
 
@@ -203,12 +204,14 @@ def test_of_a_run_that_goes_on_the_newest_checkpoint_is_taken(tmp_path: Path, ca
         (run / place / "config.json").touch()
     for step in (2, 10):
         (run / f"checkpoints/global_step_{step}/actor").mkdir()
+        (run / f"checkpoints/global_step_{step}/data").mkdir()
+        (run / f"checkpoints/global_step_{step}/data/data.pt").touch()
     newest = run / "checkpoints/global_step_10"
+    os.utime(run / "model/config.json", (1, 1))
     assert hugging_face_directory(run) == newest / "huggingface"
     assert capsys.readouterr().out == f"the model is that of {newest}, because the run has gone on behind its model/\n"
-    (run / "finished.json").touch()
+    (run / "model/config.json").touch()  # exported at the end
     assert hugging_face_directory(run) == run / "model"
-    (run / "finished.json").unlink()
     shutil.rmtree(run / "checkpoints")
     assert hugging_face_directory(run) == run / "model"
 

@@ -43,8 +43,6 @@ def test_scores_of_another_evaluation_are_not_taken_from_the_cache(settings: Set
     settings.evaluation.num_samples += 1
     found = find_cached(settings)
     assert found is not None and (found.before, found.after) == (None, None)
-    settings.runner.seq_length += 1  # which cuts the rows
-    assert find_cached(settings) is None
 
 
 @pytest.mark.parametrize("gone", ["cache", "model", "data"])

@@ -90,13 +90,19 @@ def test_good_settings_pass_without_warnings(model: Path, data: Path) -> None:
     assert check_before_start(tiny(model, data)) == []
 
 
+BF16 = "actor.model.precision=bf16"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["reward.terms=[{name: a, function: math},{name: b, function: math}]"], "reward.terms adds several rewards"),
+        (["reward.terms=[{name: a, function: math},{name: b, function: math, weight: -1}]"], ""),
         (["algorithm.max_staleness=2", "algorithm.recompute_logprobs=True"], "nothing corrects the age of tokens under"),
-        (["algorithm.policy_loss=gspo"], "algorithm.policy_loss=gspo clips ratios of whole sequences near 1"),
-        (["algorithm.policy_loss=gspo", "algorithm.recompute_logprobs=True"], ""),
+        (["algorithm.policy_loss=gspo", BF16], "algorithm.policy_loss=gspo clips ratios of whole sequences near 1"),
+        (["algorithm.policy_loss=gspo", BF16, "algorithm.recompute_logprobs=True"], ""),
+        (["algorithm.policy_loss=gspo"], ""),
+        (["algorithm.max_staleness=2", "algorithm.recompute_logprobs=True", "algorithm.icepop=[0.5,5]"], ""),
         (["algorithm.max_staleness=2"], ""),
         (["algorithm.max_staleness=2", "algorithm.recompute_logprobs=True", "algorithm.decoupled_loss=True"], ""),
     ],

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from rstar2_megatron.data.loader import EpochsOver
 from rstar2_megatron.records import checkpoint
+from rstar2_megatron.records.whole_file import write_json
 from rstar2_megatron.runs.base_run import BaseRun, StopSignals
 from rstar2_megatron.settings.load import load
 
@@ -26,7 +28,9 @@ def save(output: Path, *steps: int) -> None:
         checkpoint.save(output / "run" / "checkpoints", step, lambda path: Path(path).mkdir(parents=True), {}, keep=9)
 
 
-def test_from_an_earlier_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_an_earlier_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(tmp_path, 60, 90, 100)
     kept = tmp_path / "run" / "checkpoints"
     assert begun(tmp_path, f"runner.resume_dir={kept / 'global_step_60'}") == (60, kept / "global_step_60")
@@ -38,6 +42,8 @@ def test_from_an_earlier_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert f"going on behind {kept / 'global_step_60'}; to begin there again" in capsys.readouterr().out
     shutil.rmtree(kept / "global_step_60")  # pruned meanwhile
     assert begun(tmp_path, f"runner.resume_dir={kept / 'global_step_60'}") == (70, kept / "global_step_70")
+    monkeypatch.setenv("RSTAR2_CALLED_FROM", str(tmp_path))  # and written as the user did, who stands there
+    assert begun(tmp_path, "runner.resume_dir=run/checkpoints/global_step_60") == (70, kept / "global_step_70")
     save(tmp_path, 60)
     capsys.readouterr()
     assert begun(tmp_path) == (70, kept / "global_step_70")
@@ -73,3 +79,11 @@ def test_a_run_that_a_condition_ended_goes_on_when_the_condition_is_another(
         found = begun(tmp_path, f"runner.stop_when=[{{metric: rollout/pass_rate, at_least: {bound}}}]")
         assert (found is not None) == resumed
     assert "(it finished with step 3)" in capsys.readouterr().out
+
+
+def test_a_run_whose_epochs_are_over_has_finished(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 3}\n')
+    for epochs, resumed in ((2, True), (1, False)):
+        write_json(tmp_path / "run" / "finished.json", {"step": 3, "condition": str(EpochsOver(1)), "seconds": 1})
+        assert (begun(tmp_path, f"runner.max_epochs={epochs}") is not None) == resumed

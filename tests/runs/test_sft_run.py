@@ -15,10 +15,10 @@ from rstar2_megatron.settings.load import load, to_plain
 from rstar2_megatron.settings.schema import AgentLoopSettings
 
 
-def read(row: dict[str, Any], model: Path, directory: Path) -> AgentLoopSettings:
+def read(row: dict[str, Any], model: Path, directory: Path, *more: str) -> AgentLoopSettings:
     (directory / "rows.jsonl").write_text(json.dumps(row) + "\n")
     words = ["runner.task_type=sft", f"sft.train_data_paths=[{directory}/rows.jsonl]", f"rollout.model.model_path={model}"]
-    run = SFTRun(load("rstar2-tiny-cpu", words).settings, StopSignals())
+    run = SFTRun(load("rstar2-tiny-cpu", [*words, *more]).settings, StopSignals())
     try:
         run.read()
         return run.settings.agentloop
@@ -31,7 +31,10 @@ def test_messages_teach_this_projects_format_whatever_the_yaml_has(
 ) -> None:
     given = load("rstar2-tiny-cpu").settings.agentloop
     chat = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]
-    assert read({"messages": chat}, memorised_model, tmp_path) == given.in_own_wording()
+    words = ["agentloop.system_prompt=null", "agentloop.user_prefix=null", "agentloop.chat_template=tokenizer"]
+    assert read({"messages": chat}, memorised_model, tmp_path, *words) == given.in_own_wording()
+    assert "agentloop.chat_template: not used; rows of messages" in capsys.readouterr().out
+    assert read({"messages": chat}, memorised_model, tmp_path) == given  # may be the rows' own system message
     assert "agentloop.system_prompt, agentloop.user_prefix: not used; rows of messages" in capsys.readouterr().out
     assert read({"segments": [["1 + 1", 0], ["2", 1]]}, memorised_model, tmp_path) == given
     assert "not used" not in capsys.readouterr().out

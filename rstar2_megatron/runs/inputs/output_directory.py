@@ -14,7 +14,7 @@ import yaml
 
 from rstar2_megatron.records.checkpoint import complete_checkpoints, step_of
 from rstar2_megatron.records.disk import nearest_existing
-from rstar2_megatron.settings.load import ConfigError
+from rstar2_megatron.settings.load import ConfigError, users_path
 from rstar2_megatron.settings.schema import Settings
 
 
@@ -49,9 +49,9 @@ def resume_dir(settings: Settings) -> str | None:
     So the same command goes on, also when that checkpoint has been pruned.
     """
     given, directory = settings.runner.resume_dir, run_directory(settings)
-    if given in (None, "auto") or saved_runner(directory).get("resume_dir") != given:
+    if given is None or given == "auto" or saved_runner(directory).get("resume_dir") not in (given, str(users_path(given))):
         return given
-    began, own = step_of(Path(str(given))), complete_checkpoints(directory / "checkpoints")
+    began, own = step_of(Path(given)), complete_checkpoints(directory / "checkpoints")
     return "auto" if began is not None and own and own[-1][0] > began else given
 
 
