@@ -274,6 +274,7 @@ def test_variants_and_evaluation_by_override(cache: Path, first_run: Path, tmp_p
             "algorithm.loss_agg_func=released-verl",
             "reward.mode=released",
             "runner.val_check_interval=1",
+            f"runner.corridor={Path(__file__).parents[2] / 'benchmarks/results/tiny_corridor.json'}",
             "evaluation.num_samples=2",
             "actor.offload_weight=True",  # actor and engines take turns with the memory
             "actor.offload_grad=True",
@@ -290,6 +291,7 @@ def test_variants_and_evaluation_by_override(cache: Path, first_run: Path, tmp_p
     assert refilled == 4 or row["rollout/groups_kept"] >= 4
     assert ("train/actor/overlong_punishment" in row) != row["train/actor/skipped_update"]
     assert -1 <= row.get("train/actor/overlong_punishment", -0.5) < 0
+    assert row["rollout/outside_corridor"] >= 0  # in the file, where runner.stop_when reads it
     assert 0 <= row["eval/average"] <= row["eval/pass@2"] <= 1 and row["eval/samples"] == 32
     evaluated = read_jsonl(tmp_path / "variants" / "evaluation" / "held-out_at_step_1.jsonl")
     assert len(evaluated) == 32
