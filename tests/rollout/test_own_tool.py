@@ -807,6 +807,6 @@ async def test_an_instance_that_does_not_open_in_time_is_no_error_of_the_model(t
 def test_an_mcp_server_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mcp", None)
     with pytest.raises(
-        ValueError, match=r"python x\.py is an MCP server, and the package mcp is not installed; pip install -r requirements"
+        ValueError, match=r"python x\.py is an MCP server, and the package mcp is not installed; run .venv/bin/pip install -c "
     ):
         tools_of(AgentLoopSettings.model_validate({"tools": [{"mcp": "python x.py"}]}))
