@@ -91,14 +91,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--metrics", nargs="+", action="extend", metavar="WORD", help="as for report.curves")
     parser.add_argument("--width", type=float, default=4.0, help="standard deviations (4)")
     arguments = parser.parse_args(argv)
+    words = arguments.metrics or METRICS
     try:
-        corridor = make_corridor(arguments.runs, arguments.metrics or METRICS, arguments.width)
+        corridor = make_corridor(arguments.runs, words, arguments.width)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     write_json(arguments.out, json.loads(corridor.model_dump_json()))
-    print(f"wrote {arguments.out}: {len(corridor.metrics)} metrics of {len(corridor.runs)} seeds")
+    left_out = [word for word in words if panel(word).metric not in corridor.metrics]
+    without = f", without {', '.join(left_out)}: a run has no calls" if left_out else ""
+    print(f"wrote {arguments.out}: {len(corridor.metrics)} metrics of {len(corridor.runs)} seeds{without}")
     return 0
 
 
