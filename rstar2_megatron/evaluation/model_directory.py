@@ -21,9 +21,8 @@ def hugging_face_directory(path: str | Path, base_model: str | Path | None = Non
     """A directory that the engine can load: `path` itself, or one that is converted from the checkpoint there.
 
     path: a Hugging Face directory; `global_step_N` of a run; or a run. Of a run the exported model is used unless a checkpoint
-    was written since: `model/` is then that of fewer steps. base_model: the Hugging
-    Face directory that the run started from (config and tokenizer). A checkpoint is converted once, into a directory inside
-    it. Raises ValueError.
+    was written since: `model/` is then that of fewer steps. base_model: the Hugging Face directory that the run started from
+    (config and tokenizer). A checkpoint is converted once, into a directory inside it. Raises ValueError.
     """
     path = Path(path)
     if (path / "config.json").is_file():

@@ -22,8 +22,6 @@ from rstar2_megatron.records.whole_file import write_json
 _NAME = re.compile(r"global_step_(\d+)")
 _UNFINISHED = ".unfinished"
 _NOTE = "note.json"
-FINISHED = "finished.json"
-"""In the directory of a run that ended: everything of it is on disk."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 from rstar2_megatron.data.loader import EpochsOver
 from rstar2_megatron.extension.user_code import all_user_code
-from rstar2_megatron.records.checkpoint import FINISHED, find_resume, set_aside_behind
+from rstar2_megatron.records.checkpoint import find_resume, set_aside_behind
 from rstar2_megatron.records.jsonl_file import JsonlFile
 from rstar2_megatron.records.whole_file import write_json, write_text
 from rstar2_megatron.runs.inputs.output_directory import resume_dir
@@ -26,6 +26,7 @@ from rstar2_megatron.settings.schema import RunnerSettings, Settings
 
 logger = logging.getLogger(__name__)
 
+FINISHED = "finished.json"
 _RAISE_AGAIN_S = 3.0
 
 

@@ -16,13 +16,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rstar2_megatron.records.checkpoint import FINISHED
 from rstar2_megatron.records.disk import reason_of
 from rstar2_megatron.records.jsonl_file import JsonlFile
 from rstar2_megatron.records.whole_file import write_json, write_jsonl, write_text
 from rstar2_megatron.report.draw import draw_run
 from rstar2_megatron.report.table import render_table
-from rstar2_megatron.runs.base_run import Stopped, StopSignals
+from rstar2_megatron.runs.base_run import FINISHED, Stopped, StopSignals
 from rstar2_megatron.runs.execute import execute
 from rstar2_megatron.runs.stages import MODEL_TASKS, Recipe, Stage, StagePlan
 from rstar2_megatron.services.parent_death import die_with_parent

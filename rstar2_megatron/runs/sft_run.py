@@ -91,13 +91,13 @@ class SFTRun(ClusterRun):
         sft = self.settings.sft
         tokenizer, length = self._tokenizer(), sft.max_length or self.settings.runner.seq_length
         self.rows = load_sft_rows(sft.train_data_paths, tokenizer, length)
-        if has_messages(sft.train_data_paths):
-            given = self.settings.agentloop
-            if others := other_wording(given, given.in_own_wording()):
-                self._say(
-                    f"{others}: not used; rows of messages have their own system messages, in ChatML and with calls in "
-                    "<tool_call>, and RL needs the same (docs/your_model.md)"
-                )
+        given = self.settings.agentloop
+        others = other_wording(given, given.in_own_wording())
+        if others and has_messages(sft.train_data_paths):
+            self._say(
+                f"{others}: not used; rows of messages have their own system messages, in ChatML and with calls in "
+                "<tool_call>, and RL needs the same (docs/your_model.md)"
+            )
             own = given.model_copy(update={"chat_template": None, "tool_call_format": "hermes"})  # as the rows are written
             self.settings = self.settings.model_copy(update={"agentloop": own})
         paths = sft.val_data_paths

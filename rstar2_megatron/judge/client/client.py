@@ -82,7 +82,6 @@ class JudgeClient:
         if not base_url.startswith(("http://", "https://")):
             raise ValueError(f"base_url {base_url!r}: give http://HOST:PORT")
         self.base_url = base_url.rstrip("/")
-        self.time_limit_s = time_limit_s
         self.request_timeout_s = request_timeout_s
         self.max_outage_s = max_outage_s
         self.max_overload_s = max_overload_s

@@ -136,7 +136,9 @@ def plan_times(plan: RunPlan, settings: Settings, model: ModelConfig, world: int
         return
     engines = engines_of(settings, model, plan.num_engines, plan.kv_capacity_tokens)
     rollout, training, host = engines.phase_s(), train_s(settings, model, world), host_optimizer_s(settings, model)
-    limit, on_host = settings.runner.step_timeout_s, ""
+    limit, on_host, late = settings.runner.step_timeout_s, "", ""
+    if rollout + training + host > _NEAR * limit:
+        late = f"; a longer step than runner.step_timeout_s={limit:g} fails: raise it"
     if host:
         on_host = f" + optimizer on the host {host:.1f} ({HOST_SHARE:.0%} of {HOST_BYTES_PER_S / 1e9:.0f} GB/s)"
     plan.add(
@@ -144,12 +146,7 @@ def plan_times(plan: RunPlan, settings: Settings, model: ModelConfig, world: int
         "seconds a step",
         f"rollout {rollout:.0f} + training {training:.0f}{on_host}, with quick tools (H100, "
         f"responses of {MEAN_LENGTH:.0%} of the limit in the mean, {train_share(model):.0%} of peak FLOP/s, {DECODE_SHARE:.0%} "
-        "of bandwidth)"
-        + (
-            f"; a longer step than runner.step_timeout_s={limit:g} fails: raise it"
-            if _NEAR * limit < rollout + training + host
-            else ""
-        ),
+        f"of bandwidth){late}",
     )
 
 
