@@ -3,7 +3,7 @@
 Starts `bash run_rstar2.sh NAME key=value ...` and looks at all its processes every few seconds: proportional set size, with
 shared pages counted once, by role. One JSON line: wall and CPU seconds, the largest memory of all processes together and what
 each role had then, the largest of each role, and the last lines that the run printed (its table). `--empty-cache` builds model
-and SFT in a temporary directory instead of the user's cache.
+and SFT, and keeps the run, in a temporary directory, so that nothing made before is used.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="whole-run-") as place:
         words = list(options.words)
         if options.empty_cache:
-            words.append(f"cold_start.cache_dir={place}/cache")
+            words += [f"cold_start.cache_dir={place}/cache", f"runner.output_dir={place}/results"]
         log = options.log or Path(place) / "output"
         result = measure(words, log, options.limit_s, options.every_s)
     result["words"] = options.words

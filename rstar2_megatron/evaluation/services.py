@@ -18,10 +18,10 @@ from transformers import AutoTokenizer
 from rstar2_megatron.evaluation.model_directory import find_run_config
 from rstar2_megatron.judge.client.client import JudgeClient
 from rstar2_megatron.judge.client.service import JudgeService
-from rstar2_megatron.records.model_format import format_note
+from rstar2_megatron.records.model_format import wording_note
 from rstar2_megatron.reward.rewards import Rewards
 from rstar2_megatron.rollout.agent_loop import AgentLoop
-from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt, grading_note
+from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt
 from rstar2_megatron.rollout.engine.client import EngineClient
 from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.services.run_temporary import RunTemporary
@@ -118,10 +118,8 @@ async def running_services(settings: SamplingSettings, problems: Sequence[Proble
     template = ChatTemplate(tokenizer, settings.agentloop)
     _check_prompts(template, problems, settings.max_context_tokens)
     model = Path(settings.rollout.model.model_path)
-    said = format_note(model, settings.agentloop)
-    if said is None and find_run_config(model) is None:  # a model that was not trained here
-        said = grading_note(template.prompt_text(problems[0]), settings.reward)
-    if said:
+    first, of_a_run = template.prompt_text(problems[0]), find_run_config(model) is not None
+    if said := wording_note(model, settings.agentloop, settings.reward, first, trained_here=of_a_run):
         print(f"note: {said}", file=sys.stderr)
     logs.mkdir(parents=True, exist_ok=True)
     async with contextlib.AsyncExitStack() as stack:

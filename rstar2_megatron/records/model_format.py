@@ -12,7 +12,7 @@ from typing import Any
 
 from rstar2_megatron.extension.user_code import all_user_code
 from rstar2_megatron.records.whole_file import write_json
-from rstar2_megatron.settings.schema import AgentLoopSettings, Settings
+from rstar2_megatron.settings.schema import AgentLoopSettings, RewardSettings, Settings
 from rstar2_megatron.settings.sections.environment import WORDING
 
 FILE = "rstar2_format.json"
@@ -49,12 +49,22 @@ def read_format(model: Path) -> dict[str, Any] | None:
     return sections
 
 
-def format_note(model: Path, agentloop: AgentLoopSettings) -> str | None:
-    """What to know of a model that was trained in another wording than that of `agentloop`; None when it has no format."""
-    if (saved := read_format(model)) is None:
-        return None
-    trained = agentloop.in_own_wording().model_copy(
-        update={name: value for name, value in saved.get("agentloop", {}).items() if name in WORDING}
+def wording_note(model: Path, agentloop: AgentLoopSettings, reward: RewardSettings, prompt: str, *, trained_here: bool) -> str:
+    """What to do about a model that was trained in another wording, or about a prompt that asks for no answer that is read.
+
+    trained_here: by the run's supervised start, or by a run that wrote no format. It knows what the prompt does not ask for.
+    """
+    if (saved := read_format(model)) is not None:
+        trained = agentloop.in_own_wording().model_copy(
+            update={name: value for name, value in saved.get("agentloop", {}).items() if name in WORDING}
+        )
+        if not (others := other_wording(agentloop, trained)):
+            return ""
+        return f"{others}: {model / FILE} has another; a model may solve nothing in a format that it was not trained in"
+    lacking = [text for text in ("<answer>", "\\boxed") if text not in prompt]
+    if trained_here or not lacking or not reward.has_math or reward.mode != "paper":
+        return ""
+    return (
+        f"the prompt does not ask for {' and '.join(lacking)}, and reward.mode=paper reads the last \\boxed{{...}} inside the "
+        "last <answer>; ask for them in agentloop.user_prefix or in the problems, or set reward.mode=released"
     )
-    others = other_wording(agentloop, trained)
-    return others and f"{others}: {model / FILE} has another; a model may solve nothing in a format that it was not trained in"

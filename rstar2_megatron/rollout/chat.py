@@ -34,7 +34,7 @@ from rstar2_megatron.model.tokenizer_files import DATE, OWN_TEMPLATE, format_of,
 from rstar2_megatron.rollout.call_format import PARSERS
 from rstar2_megatron.rollout.tool_call import ParsedCall
 from rstar2_megatron.rollout.tool_set import tools_of
-from rstar2_megatron.settings.schema import AgentLoopSettings, RewardSettings
+from rstar2_megatron.settings.schema import AgentLoopSettings
 from rstar2_megatron.tools import ToolSchema, render_schemas, required_parameters, tool_name
 from rstar2_megatron.trajectory import Problem
 
@@ -362,14 +362,3 @@ def check_tools_in_prompt(prompt: str, schemas: Sequence[ToolSchema]) -> None:
                 f"the rendered prompt does not describe tool {name!r}: {missing} missing. Put {{tools}} (or "
                 f"the names themselves) into agentloop.system_prompt. The prompt begins: {prompt[:200]!r}"
             )
-
-
-def grading_note(prompt: str, reward: RewardSettings) -> str:
-    """What to do about a prompt that does not ask for what the built-in grader reads; "" where it does."""
-    lacking = [text for text in ("<answer>", "\\boxed") if text not in prompt]
-    if not lacking or not reward.has_math or reward.mode != "paper":
-        return ""
-    return (
-        f"the prompt does not ask for {' and '.join(lacking)}, and reward.mode=paper reads the last \\boxed{{...}} inside the "
-        "last <answer>; ask for them in agentloop.user_prefix or in the problems, or set reward.mode=released"
-    )

@@ -25,14 +25,14 @@ from rstar2_megatron.evaluation.held_out import evaluate
 from rstar2_megatron.judge.client.service import JudgeService
 from rstar2_megatron.records import checkpoint
 from rstar2_megatron.records.checkpoint import CheckpointNote, UnfinishedCheckpoint, load_data_state
-from rstar2_megatron.records.model_format import format_note, write_format
+from rstar2_megatron.records.model_format import wording_note, write_format
 from rstar2_megatron.records.run_files import RunFiles
 from rstar2_megatron.records.whole_file import write_json
 from rstar2_megatron.report.arms import changes
 from rstar2_megatron.report.draw import draw_run
 from rstar2_megatron.report.table import render_table
 from rstar2_megatron.reward.answer_text import worked_note
-from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt, grading_note
+from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt
 from rstar2_megatron.rollout.live_view import export_progress
 from rstar2_megatron.runs.base_run import Stopped, StopSignals
 from rstar2_megatron.runs.cluster_run import ClusterRun
@@ -127,10 +127,8 @@ class RLRun(ClusterRun):
             self._say(note)
         first = template.prompt_text(problems[0])
         check_tools_in_prompt(first, template.schemas)
-        said = format_note(Path(model), settings.agentloop)
-        if said is None:  # a model that was not trained here
-            said = grading_note(first, settings.reward)
-        if said:
+        taught = settings.cold_start.enabled
+        if said := wording_note(Path(model), settings.agentloop, settings.reward, first, trained_here=taught):
             self._say(said)
         if data.filter_prompt_by_length:
             problems, dropped = drop_long_prompts(

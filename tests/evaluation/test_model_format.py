@@ -9,7 +9,7 @@ import pytest
 
 from rstar2_megatron.evaluation.__main__ import configure, parse
 from rstar2_megatron.extension.user_code import UserCode
-from rstar2_megatron.records.model_format import FILE, format_note, write_format
+from rstar2_megatron.records.model_format import FILE, wording_note, write_format
 from rstar2_megatron.settings.load import load
 from rstar2_megatron.settings.schema import AgentLoopSettings, OwnToolSettings
 from tests.runs.inputs.models import CONFIG
@@ -38,12 +38,15 @@ def test_a_model_outside_its_run_has_its_format_beside_it(tmp_path: Path, capsys
 
 
 def test_training_goes_on_in_the_format_that_the_model_knows_or_says_so(tmp_path: Path) -> None:
-    own = AgentLoopSettings()
-    assert format_note(tmp_path, own) is None
-    write_format(tmp_path, load("rstar2-tiny-cpu").settings)
-    assert format_note(tmp_path, load("rstar2-tiny-cpu").settings.agentloop) == ""
-    said = format_note(tmp_path, own)
-    assert said and said.startswith("agentloop.system_prompt, agentloop.user_prefix") and FILE in said
+    own, tiny = AgentLoopSettings(), load("rstar2-tiny-cpu").settings
+
+    def note(agentloop: AgentLoopSettings) -> str:
+        return wording_note(tmp_path, agentloop, tiny.reward, "a prompt", trained_here=True)
+
+    assert note(own) == ""
+    write_format(tmp_path, tiny)
+    assert note(tiny.agentloop) == ""
+    assert note(own).startswith("agentloop.system_prompt, agentloop.user_prefix") and FILE in note(own)
     assert load("rstar2-tiny-cpu").settings.agentloop.in_own_wording().system_prompt is None
 
 

@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt, grading_note
+from rstar2_megatron.records.model_format import wording_note
+from rstar2_megatron.rollout.chat import ChatTemplate, check_tools_in_prompt
 from rstar2_megatron.settings.schema import AgentLoopSettings, RewardSettings
 from rstar2_megatron.sft.format import render_conversation
 from rstar2_megatron.tools import STANDARD_IO, STANDARD_IO_PAPER, tool_name, tool_schemas
@@ -55,13 +56,16 @@ def test_the_wording_speaks_of_the_tools_that_there_are(tokenizer, tmp_path: Pat
     assert all(text.endswith((".", "from there.")) and "<answer>" in text for text in (both, own, none))
 
 
-def test_a_prompt_that_does_not_ask_for_what_is_graded(template: ChatTemplate) -> None:
+def test_a_prompt_that_does_not_ask_for_what_is_graded(template: ChatTemplate, tmp_path: Path) -> None:
     asked = template.prompt_text(problem(("user", "x")))
     reward = RewardSettings()
-    assert grading_note(asked, reward) == ""
-    assert grading_note("x", reward).startswith("the prompt does not ask for <answer> and \\boxed, and reward.mode=paper reads")
-    assert grading_note("x", RewardSettings(mode="released")) == ""
-    assert grading_note("x", RewardSettings(function="environment")) == ""
+
+    def note(prompt: str, reward: RewardSettings, *, trained_here: bool = False) -> str:
+        return wording_note(tmp_path, AgentLoopSettings(), reward, prompt, trained_here=trained_here)
+
+    assert note(asked, reward) == note("x", reward, trained_here=True) == ""
+    assert note("x", reward).startswith("the prompt does not ask for <answer> and \\boxed, and reward.mode=paper reads")
+    assert note("x", RewardSettings(mode="released")) == note("x", RewardSettings(function="environment")) == ""
 
 
 def test_a_chat_template_is_the_whole_wording(tokenizer) -> None:
