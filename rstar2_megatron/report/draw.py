@@ -9,7 +9,7 @@ from typing import Any
 
 from rstar2_megatron.records.jsonl_file import JsonlFile
 from rstar2_megatron.records.whole_file import replacement
-from rstar2_megatron.report.table import WEIGHTS, held_out
+from rstar2_megatron.report.table import held_out
 
 # panel: (title, y label, y limits, [(metric, label)])
 RunPanel = tuple[str, str, tuple[float, float] | None, tuple[tuple[str, str], ...]]
@@ -143,7 +143,6 @@ def stage_borders(directory: Path) -> list[tuple[int, str]]:
 
 
 def points(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float], list[float]]:
-    """(steps, values) of a metric. Steps without it are left out, and so are ratios of steps that counted no event."""
-    weight = WEIGHTS.get(name)
-    pairs = [(row["step"], row[name]) for row in rows if row.get(name) is not None and (weight is None or row.get(weight, 1))]
+    """(steps, values) of a metric. Steps without it are left out."""
+    pairs = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
     return [step for step, _ in pairs], [value for _, value in pairs]

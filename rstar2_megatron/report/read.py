@@ -32,7 +32,6 @@ from rstar2_megatron.report.log_formats import (
     some,
 )
 from rstar2_megatron.report.names import LENGTH, LENGTH_ALL, PASS_RATE, RESAMPLED, REWARD, SECONDS, TO_VERL, ours_from_verl
-from rstar2_megatron.report.table import WEIGHTS
 
 LogReader = Callable[[Log], None]
 Source = tuple[Path, str, LogReader]
@@ -81,7 +80,6 @@ def _finish(log: Log, reader: LogReader, verl: bool) -> Log:
         log.series = _renamed(log.series)
         log.not_finite = {ours_from_verl(name): steps for name, steps in log.not_finite.items()}
         _name_rewards_of_all(log)
-    _drop_ratios_of_nothing(log)
     if log.series:
         _find_numbering(log)
     else:
@@ -96,14 +94,6 @@ def _finish(log: Log, reader: LogReader, verl: bool) -> Log:
         )
     log.settings = _saved_settings(log)
     return log
-
-
-def _drop_ratios_of_nothing(log: Log) -> None:
-    """A step without calls is logged as 0 errors a call: an arm that stops calling would look like one without errors."""
-    for name, weight in WEIGHTS.items():
-        counts, series = log.series.get(weight, {}), log.series.pop(name, {})
-        if kept := {step: value for step, value in series.items() if counts.get(step, 1)}:
-            log.series[name] = kept
 
 
 def _name_rewards_of_all(log: Log) -> None:

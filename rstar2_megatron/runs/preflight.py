@@ -384,7 +384,8 @@ def placeholder_problems(settings: Settings) -> Iterator[str]:
         if any(path.startswith(PLACEHOLDER) for path in paths):
             yield (
                 f"data.{key}={paths} stands for problems of yours: .venv/bin/python data_process/process_train_dataset.py "
-                f"--out data/train --source dapo --validation 256 writes some, then data.{key}=[data/train/{file}.jsonl]"
+                f"--out data/train --source dapo --validation 256 writes some (--decontaminate FILE... leaves out what an "
+                f"evaluation set has), then data.{key}=[data/train/{file}.jsonl]"
             )
     if path.startswith(PLACEHOLDER):
         name = Path(path).name

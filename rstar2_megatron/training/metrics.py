@@ -185,16 +185,15 @@ def _tool_metrics(usable: Sequence[Trajectory]) -> Metrics:
     for suffix, trajectories in (("", usable), ("_positive", positive), ("_negative", negative)):
         calls = [call for t in trajectories for call in t.tool_calls if call.outcome is not ToolOutcome.INFRASTRUCTURE]
         errors = sum(call.outcome.is_model_error for call in calls)
-        metrics[f"rollout/tool_error_ratio{suffix}"] = _ratio(errors, len(calls))
+        _put_ratio(metrics, f"rollout/tool_error_ratio{suffix}", errors, len(calls))
         metrics[f"rollout/tool_calls{suffix}"] = len(calls)
         without = sum(not t.tool_calls for t in trajectories)
-        metrics[f"rollout/no_tool_ratio{suffix}"] = _ratio(without, len(trajectories))
+        _put_ratio(metrics, f"rollout/no_tool_ratio{suffix}", without, len(trajectories))
     every = [call for t in usable for call in t.tool_calls]
     _put_mean(metrics, "rollout/calls_per_trajectory", [len(t.tool_calls) for t in usable])
     runnable = [[c for c in t.tool_calls if c.outcome is not ToolOutcome.MALFORMED] for t in usable]
-    if any(runnable):
-        metrics["rollout/distinct_call_ratio"] = sum(map(num_distinct, runnable)) / sum(map(len, runnable))
-    metrics["rollout/void_turn_ratio"] = _ratio(sum(map(num_void_turns, usable)), sum(t.num_turns for t in usable))
+    _put_ratio(metrics, "rollout/distinct_call_ratio", sum(map(num_distinct, runnable)), sum(map(len, runnable)))
+    _put_ratio(metrics, "rollout/void_turn_ratio", sum(map(num_void_turns, usable)), sum(t.num_turns for t in usable))
     outcomes = Counter(call.outcome for call in every)
     metrics.update({f"rollout/tool_outcome/{o.value}": outcomes[o] for o in ToolOutcome})
     _put_mean(metrics, "rollout/tool_seconds", [call.seconds for call in every])
@@ -235,6 +234,12 @@ def _put_spread(metrics: Metrics, name: str, values: Sequence[float]) -> None:
     if values:
         metrics[f"rollout/max_of_{name}"] = max(values)
         metrics[f"rollout/min_of_{name}"] = min(values)
+
+
+def _put_ratio(metrics: Metrics, name: str, part: float, whole: float) -> None:
+    """Nothing where nothing was counted: a step without calls has no errors, and is none without errors either."""
+    if whole:
+        metrics[name] = part / whole
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -55,7 +55,7 @@ def test_metrics_of_every_step(first_run: Path) -> None:
         assert 0 <= row["rollout/pass_rate"] <= 1
         assert row["rollout/groups_kept"] + row["rollout/groups_rejected"] == 4
         assert row["time/step"] >= row["time/rollout"] > 0
-        assert "rollout/tool_error_ratio_positive" in row
+        assert "rollout/tool_calls_positive" in row
         assert row["rollout/logprob_min"] < 0 <= row["rollout/void_turn_ratio"] <= 1
         assert [name for name in row if name != "step" and unknown_metric(name)] == []
         judge = {k.rpartition("/")[2]: v for k, v in row.items() if k.startswith("rollout/engine/judge/")}

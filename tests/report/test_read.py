@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from rstar2_megatron.records.whole_file import write_jsonl
 from rstar2_megatron.report.arms import arm_label, group_runs
 from rstar2_megatron.report.names import LENGTH, PASS_RATE, REWARD
 from rstar2_megatron.report.read import read_logs
@@ -55,22 +54,6 @@ def test_initial_validation_of_verl_is_no_training_step(tmp_path: Path) -> None:
     log = read_log(log_file, verl=True)
     assert log.aligned(REWARD) == {1: 0.2}  # the better of verl's two names
     assert log.series["eval/aime/average"] == {0: 0.1}
-
-
-def test_a_step_without_calls_has_no_errors_a_call(tmp_path: Path) -> None:
-    """A run logs 0 there, by which an arm that stops calling would look like one whose calls do not fail."""
-    ratio, calls = "rollout/tool_error_ratio", "rollout/tool_calls"
-    rows = [(0.5, 8, None), (0.0, 0, 0.25), (0.0, 4, None)]
-    write_jsonl(
-        tmp_path / "metrics.jsonl",
-        [
-            {"step": n, ratio: r, calls: c, f"{ratio}_positive": p, f"{calls}_negative": 0}
-            for n, (r, c, p) in enumerate(rows, 1)
-        ],
-    )
-    series = read_log(tmp_path).series
-    assert series[ratio] == {1: 0.5, 3: 0.0} and series[calls] == {1: 8.0, 2: 0.0, 3: 4.0}
-    assert series[f"{ratio}_positive"] == {2: 0.25}  # of a log that does not count the calls of positives
 
 
 def test_verl_jsonl_rows_hold_data(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_table_compares_first_and_last_steps(tmp_path: Path) -> None:
 
 def test_error_ratios_are_averaged_over_calls_not_steps() -> None:
     name, calls = "rollout/tool_error_ratio_positive", "rollout/tool_calls_positive"
-    rows = [{"step": 1, name: 0.0, calls: 0}, {"step": 2, name: 0.5, calls: 30}, {"step": 3, name: 0.1, calls: 10}]
+    rows = [{"step": 1, calls: 0}, {"step": 2, name: 0.5, calls: 30}, {"step": 3, name: 0.1, calls: 10}]
     assert mean_of(rows, name) == pytest.approx(16 / 40)
     assert mean_of(rows[:1], name) is None
     assert points(rows, name) == ([2, 3], [0.5, 0.1])

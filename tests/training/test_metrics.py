@@ -142,7 +142,8 @@ def test_a_step_that_keeps_nothing_leaves_its_means_out() -> None:
     assert "rollout/reward_scores" not in m and "rollout/response_length" not in m
     assert "-" in step_line({"step": 1, **m})
     empty = rollout_metrics([], [])
-    assert "rollout/pass_rate" not in empty and empty["rollout/tool_error_ratio"] == 0
+    assert "rollout/pass_rate" not in empty and empty["rollout/tool_calls"] == 0
+    assert not [name for name in empty if "tool_ratio" in name or "error_ratio" in name]  # no call, no ratio
 
 
 def test_lines_align_with_the_header() -> None:
