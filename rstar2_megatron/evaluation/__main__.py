@@ -32,7 +32,7 @@ from rstar2_megatron.evaluation.configure import (
     read_benchmarks,
     sampling_parser,
 )
-from rstar2_megatron.evaluation.samples import count_late
+from rstar2_megatron.evaluation.samples import count_late, late_note
 from rstar2_megatron.evaluation.scores import Scores, score, score_by
 from rstar2_megatron.records.text_table import aligned
 from rstar2_megatron.records.whole_file import write_json, write_text
@@ -100,11 +100,8 @@ def run(benchmarks: Mapping[str, Sequence[Problem]], sampling: SamplingSettings,
         if len(benchmarks) > 1 and parts:
             parts["all"] = score(samples, k, num_problems=len(problems), equal=grader.equal)
     text = render(parts)
-    if late := count_late(out / "trajectories.jsonl", part_of):
-        text += (
-            f"\n{late} tries took longer than rollout.trajectory_timeout_s was for them and were drawn again; these are the "
-            "long ones, without which scores are too high: raise it, with another --out"
-        )
+    late = count_late(out / "trajectories.jsonl", part_of)
+    text = "\n".join(filter(None, (text, late_note(late))))
     as_json: dict[str, Any] = {
         "settings": sampling.identity | {"samples": k},
         "late_tries": late,

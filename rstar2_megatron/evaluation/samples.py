@@ -110,6 +110,16 @@ def count_late(path: Path, query_ids: Collection[str]) -> int:
     return sum(row.get("late", False) and row.get("query_id") in query_ids for row in rows)
 
 
+def late_note(late: int) -> str:
+    """For people, of `count_late` tries; "" where there are none."""
+    if not late:
+        return ""
+    return (
+        f"{late} tries took longer than rollout.trajectory_timeout_s was for them and were drawn again; these are the "
+        "long ones, without which scores are too high: raise it, with another directory for the results"
+    )
+
+
 def read_rows(file: JsonlFile) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line number, row) of each line; one that a kill cut short is removed. Raises SamplesError for a line that is no row."""
     file.drop_torn_line()

@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 from rstar2_megatron.data.difficulty import difficulty_report, dropped_problems, pass_counts, render_report
 from rstar2_megatron.data.problems import Columns, drop_long_prompts, read_problems, row_of
 from rstar2_megatron.data.rows import DataError
+from rstar2_megatron.evaluation.samples import count_late, late_note
 from rstar2_megatron.evaluation.sampling import sample
 from rstar2_megatron.evaluation.services import SamplingSettings
 from rstar2_megatron.records.whole_file import write_json, write_jsonl, write_text
@@ -88,7 +89,8 @@ class FilterRun(SamplingRun):
             raise DataError(f"no problem is left of {len(problems)}: {report['dropped']}; see {out / 'pass_counts.jsonl'}")
         write_problems(out / "train.jsonl", kept, settings.data)
         write_json(out / "report.json", report)
-        print(render_report(report), flush=True)
+        late = late_note(count_late(out / "trajectories.jsonl", {problem.query_id for problem in problems}))
+        print("\n".join(filter(None, (render_report(report), late))), flush=True)
         print(f"wrote {out / 'train.jsonl'} and pass_counts.jsonl, report.json, trajectories.jsonl beside it", flush=True)
 
 

@@ -356,7 +356,7 @@ def test_placeholders_of_a_yaml_are_told_with_the_commands_that_make_the_files(t
         words = ["data.val_data_paths=[/path/to/val.jsonl]"]
         check_before_start(load("rstar2-qwen2.5-7b-megatron", words).settings, find_gpus=lambda: (8, 80.0))
     data, held_out, model = str(told.value).splitlines()
-    assert "process_train_dataset.py --out data/train --source dapo --validation 256 writes some, then data.train_" in data
+    assert "process_train_dataset.py --out data/train --source dapo --validation 256 writes some (--decontaminate" in data
     assert held_out.endswith("then data.val_data_paths=[data/train/validation.jsonl]")
     assert "hf download Qwen/Qwen2.5-7B-Instruct --local-dir models/Qwen2.5-7B-Instruct fetches it, then rollout." in model
     for words in (["rollout.model.model_path=/nowhere"], ["rollout.model.model_path=/nowhere", "runner.task_type=sft"]):
