@@ -7,7 +7,7 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 
@@ -289,6 +289,11 @@ class RunComparison:
             if panel.metric in COMPARABLE and any(arm.curve(panel.metric) for arm in self.arms)
         ]
         notes += [f"{arm.label} is {', '.join(log.label for log in arm.logs)}" for arm in self.arms if len(arm.logs) > 1]
+        for panel, arm in product(self.panels, self.arms):
+            ends = {log.label: max(log.aligned(panel.metric), default=0) for log in arm.logs}
+            first = min(ends, key=ends.__getitem__)
+            if 0 < ends[first] < min(max(ends.values()), *(max(clock(log, "step"), default=0) for log in arm.logs)):
+                notes.append(f"{panel.metric} of {arm.label} ends at step {ends[first]}: {first} has none after it")
         untold = [
             arm.label
             for arm in self.arms

@@ -99,6 +99,17 @@ def test_a_run_that_ended_early_does_not_bend_the_mean() -> None:
     assert "a-seed0 3, a-seed1 2 steps" in note
 
 
+def test_an_arm_whose_seed_stops_calling_says_where_its_curve_ends() -> None:
+    errors = panel("tool-errors")
+    roc = arm("roc", [0.1] * 6, [0.2] * 6)
+    for log, calls in zip(roc.logs, (6, 3)):
+        log.series[errors.metric] = dict.fromkeys(range(1, calls + 1), 0.5)
+    found = RunComparison([roc], [panel("reward"), errors])
+    assert max(roc.curve(errors.metric)) == 3
+    said = f"{errors.metric} of roc ends at step 3: roc-seed1 has none after it"
+    assert [note for note in found.caveats if "ends at step" in note] == [said] and not found.faults
+
+
 def test_runs_of_one_name_are_told_apart_where_their_lengths_differ(tmp_path: Path) -> None:
     one, two = (write_run(tmp_path / d / "run", rewards) for d, rewards in (("x", [0.1, 0.2, 0.3]), ("y", [0.2, 0.4])))
     (note,) = RunComparison([Arm("a", [read_log(one), read_log(two)])], REWARD_PANEL).faults
