@@ -34,6 +34,7 @@ VERSION = "0.9.1"
 JUDGE_URL = "http://127.0.0.1:8088"
 CODE = CONFIG_DIR.parent / "examples" / "agent" / "rstar2" / "verl"
 _NO_DUAL_CLIP = 1e9  # verl always clips; a loss is never this large
+_CUT_SIDE = {"left": "right", "middle": "middle", "right": "left"}  # verl names the end that is cut, we that which is kept
 
 
 def verl_config(settings: Settings, directory: Path) -> dict[str, Any]:
@@ -92,7 +93,7 @@ def verl_config(settings: Settings, directory: Path) -> dict[str, Any]:
         "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": agentloop.max_assistant_turns,
         "actor_rollout_ref.rollout.multi_turn.max_parallel_calls": agentloop.max_parallel_calls,
         "actor_rollout_ref.rollout.multi_turn.max_tool_response_length": agentloop.max_tool_response_length,
-        "actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side": agentloop.tool_response_truncate_side,
+        "actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side": _CUT_SIDE[agentloop.tool_response_truncate_side],
         "actor_rollout_ref.rollout.multi_turn.tool_config_path": str(directory / "tools.yaml"),
         "actor_rollout_ref.rollout.val_kwargs.n": evaluation.num_samples,
         "actor_rollout_ref.rollout.val_kwargs.temperature": evaluation.temperature,

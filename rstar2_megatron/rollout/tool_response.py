@@ -49,8 +49,8 @@ NOISE = format_refusal("the tool is not available; call it again.")
 def truncate(text: str, max_chars: int, side: TruncateSide) -> str:
     """Cut `text` to `max_chars` of its characters, plus a mark at the cut.
 
-    `side` names the kept part, as in verl and RLinf: the left end, the right end, or (`middle`) half of the characters
-    from each end.
+    `side` names the kept part, as in RLinf and in verl before its #6313: the left end, the right end, or (`middle`) half of
+    the characters from each end.
     """
     if len(text) <= max_chars:
         return text

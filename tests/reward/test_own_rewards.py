@@ -174,7 +174,7 @@ async def test_a_function_sees_turns_calls_and_columns(make: Any) -> None:
 async def test_verls_compute_score_runs_unchanged(make: Any) -> None:
     rewards = make(function="mine.py:compute_score", arguments={"bonus": 0.5})
     right, wrong = await graded(rewards, attempt(), attempt(1, "41"))
-    assert right.reward == 1.5 and right.reward_terms == {"compute_score": 1.5, "turns": 2.0, "flag": 1.0}
+    assert right.reward == 1.5 and right.reward_terms == {"compute_score": 1.5, "turns": 4.0, "flag": 1.0}
     assert wrong.reward == 0.5
 
 
@@ -187,9 +187,9 @@ async def test_verls_columns_are_what_verl_gives(tmp_path: Path) -> None:
     extra = {"data_source": "dapo", "reward_model": {"style": "rule", "ground_truth": "7"}, "extra_info": {"split": "train"}}
     function(Problem("q", PROBLEM.prompt, ["7"], extra=extra), attempt())
     assert (seen["data_source"], seen["ground_truth"]) == ("dapo", "7")
-    assert seen["extra_info"] == {"split": "train", "num_turns": 2}
+    assert seen["extra_info"] == {"split": "train", "num_turns": 4}  # as verl counts
     function(Problem("q", PROBLEM.prompt, ["7", "8"], task="math"), attempt())
-    assert (seen["data_source"], seen["ground_truth"], seen["extra_info"]) == ("math", ["7", "8"], {"num_turns": 2})
+    assert (seen["data_source"], seen["ground_truth"], seen["extra_info"]) == ("math", ["7", "8"], {"num_turns": 4})
 
 
 async def test_terms_are_weighted_and_logged_by_name(make: Any) -> None:

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from benchmarks.verl.export import VERSION, chat_template, differences, export, verl_rows
+from benchmarks.verl.export import VERSION, chat_template, differences, export, verl_config, verl_rows
 from rstar2_megatron.report.names import ours_from_verl
 from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.settings.load import load
@@ -61,6 +61,13 @@ def test_verl_renders_the_prompt_and_the_tool_response_that_we_train_on(settings
     system = template.render(messages=[{}])  # what verl cuts off to find the text of one tool response
     response = template.render(messages=[{"role": "tool", "content": "2"}], add_generation_prompt=True)
     assert "\n" + response.removeprefix(system) == ours.tool_response_text(["2"])
+
+
+@pytest.mark.parametrize(("kept", "cut"), [("left", "right"), ("middle", "middle"), ("right", "left")])
+def test_verl_cuts_the_end_that_we_do_not_keep(settings: Settings, tmp_path: Path, kept: str, cut: str) -> None:
+    settings.agentloop.tool_response_truncate_side = kept
+    config = verl_config(settings, tmp_path)
+    assert config["actor_rollout_ref"]["rollout"]["multi_turn"]["tool_response_truncate_side"] == cut
 
 
 def test_the_files_name_each_other_and_every_difference(settings: Settings, tmp_path: Path) -> None:

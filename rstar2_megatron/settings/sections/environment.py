@@ -185,6 +185,7 @@ class AgentLoopSettings(Section):
     max_tool_response_length: int = Field(256, ge=16)
     """Characters of a program's result shown to the model; why a call was refused is shown whole."""
     tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
+    """The end that is kept, as in RLinf (`middle`: both). Since verl#6313 left and right name the cut end there."""
     max_identical_calls: int | None = Field(None, ge=2)
     """End a trajectory that makes the same call, with equal arguments, this many times in a row; null: never."""
     max_malformed_turns: int | None = Field(None, ge=1)
