@@ -7,7 +7,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import psutil
 from rlinf.scheduler import Channel, Worker
 from transformers import AutoTokenizer
 
@@ -31,6 +30,7 @@ from rstar2_megatron.rollout.spec import RolloutSpec
 from rstar2_megatron.rollout.stats import RolloutStats
 from rstar2_megatron.rollout.token_store import TokenStore
 from rstar2_megatron.rollout.trajectory_runner import TrajectoryRunner
+from rstar2_megatron.settings.host_memory import available_memory
 from rstar2_megatron.settings.placement import collocated, slots_of, visible_gpus
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.trajectory import Trajectory
@@ -80,7 +80,7 @@ class RolloutWorker(TracedWorker, Worker):
             log_path=log,
             max_context_tokens=settings.runner.seq_length,
             # All engines of a node share the buckets, so the copy costs memory once.
-            keep_weights_bytes=psutil.virtual_memory().available // 4,
+            keep_weights_bytes=available_memory() // 4,
             memory_saver=collocated(settings.cluster, slots_of(settings.cluster, visible_gpus())),
         )
         self._started = True

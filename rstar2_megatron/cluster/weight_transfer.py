@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
 from rlinf.scheduler import Worker
 from torch import Tensor
 
+from rstar2_megatron.settings.host_memory import available_memory, total_memory
 from rstar2_megatron.weights.bucket import Bucket, Places, buckets
 from rstar2_megatron.weights.checksum import weights_checksum
 from rstar2_megatron.weights.cuda_ipc import DeviceBucket, handle_of
@@ -159,8 +159,7 @@ def _within(work: Any, calls: list[Any], timeout_s: float) -> None:
 
 
 def _fits_host(num_bytes: int) -> bool:
-    memory = psutil.virtual_memory()
-    return memory.available - num_bytes > _KEEP_FREE * memory.total
+    return available_memory() - num_bytes > _KEEP_FREE * total_memory()
 
 
 class WeightReceiver:

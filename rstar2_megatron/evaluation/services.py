@@ -106,14 +106,16 @@ class Services:
 
 @contextlib.asynccontextmanager
 async def running_services(settings: SamplingSettings, problems: Sequence[Problem], logs: Path) -> AsyncIterator[Services]:
-    """Start everything, and stop it at the end. SIGTERM cancels the task that entered, in the main thread.
+    """Start everything, and stop it at the end. SIGTERM and SIGHUP cancel the task that entered, in the main thread.
 
     Raises ValueError for a problem whose prompt leaves no room in the context, EngineLost, JudgeServiceError.
     """
     if threading.current_thread() is threading.main_thread():
         task = asyncio.current_task()
         assert task is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+                asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     tokenizer: Any = AutoTokenizer.from_pretrained(settings.rollout.model.model_path)
     template = ChatTemplate(tokenizer, settings.agentloop)
     _check_prompts(template, problems, settings.max_context_tokens)

@@ -31,7 +31,7 @@ _RAISE_AGAIN_S = 3.0
 
 
 class Stopped(BaseException):
-    """SIGTERM or SIGINT arrived. A BaseException, so that no handler of errors catches it."""
+    """SIGTERM, SIGINT or SIGHUP arrived. A BaseException, so that no handler of errors catches it."""
 
     def __init__(self, signal_number: int) -> None:
         super().__init__(signal.Signals(signal_number).name)
@@ -39,7 +39,7 @@ class Stopped(BaseException):
 
 
 class StopSignals:
-    """Turns the first SIGINT or SIGTERM into `Stopped`; later ones are ignored while we clean up.
+    """Turns the first SIGINT, SIGTERM or SIGHUP into `Stopped`; later ones are ignored while we clean up.
 
     Python discards an exception that is raised inside a finalizer or a library's callback. So `Stopped` is raised again
     every few seconds until `ignore`. `install` is called again after Ray has started, because Ray replaces the
@@ -55,7 +55,9 @@ class StopSignals:
         """The signal that stopped the run; errors after it are consequences."""
 
     def install(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # under nohup
             previous = signal.signal(number, self._ask_for_end if number == signal.SIGUSR2 else self._stop)
             self._previous.setdefault(number, previous)
 

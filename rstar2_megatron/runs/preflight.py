@@ -12,8 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
-import psutil
-
 from rstar2_megatron.actor.layout import check_layout
 from rstar2_megatron.algorithm.mismatch import has_rules
 from rstar2_megatron.data.problems import read_problems
@@ -35,6 +33,7 @@ from rstar2_megatron.runs.stopping import condition_problems
 from rstar2_megatron.search.preference.trees import read_trees
 from rstar2_megatron.services.process import is_loopback
 from rstar2_megatron.settings.asynchronous import asynchronous_problems
+from rstar2_megatron.settings.host_memory import total_memory
 from rstar2_megatron.settings.load import ConfigError
 from rstar2_megatron.settings.placement import Slots, component_slots, gpu_problem, slots_of, visible_gpus, visible_host_gb
 from rstar2_megatron.settings.planning.batch import object_store_problems
@@ -101,7 +100,7 @@ def check_before_start(
     _raise(layout_problems(settings, model, slots, places))
     raise_or_warn(engine_problems(settings))
     if settings.runner.task_type == "reasoning" and not os.environ.get("RAY_ADDRESS"):
-        memory, shared = psutil.virtual_memory().total, shutil.disk_usage("/dev/shm").free
+        memory, shared = total_memory(), shutil.disk_usage("/dev/shm").free
         raise_or_warn(object_store_problems(settings, memory, shared, gpus=not slots.is_cpu))
     if settings.runner.task_type == "reasoning":
         _raise(condition_problems(settings))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import getpass
 import os
 import shutil
 import tempfile
@@ -22,8 +21,9 @@ class RunTemporary:
         self._before = os.environ.get("TMPDIR")
         self.path = make_owned_directory("rs2-")
         self.path.chmod(0o711)  # programs of the judge run below it with other user ids
-        # This cache should survive the run, so it stays in the previous temporary directory.
-        self._compiled = f"{before}/torchinductor_{getpass.getuser()}"
+        # This cache should survive the run, so it stays in the previous temporary directory. A user's name would be torch's
+        # own way, and a user of a container may have none.
+        self._compiled = f"{before}/torchinductor_{os.getuid()}"
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", self._compiled)
         os.environ["TMPDIR"] = str(self.path)
         tempfile.tempdir = None  # makes tempfile read the environment again

@@ -7,13 +7,13 @@ before a start.
 from __future__ import annotations
 
 import functools
-import os
 import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rstar2_megatron.settings.host_memory import total_memory
 from rstar2_megatron.settings.schema import AssumedNode, ClusterSettings, Settings
 
 COMPONENTS = ("actor", "rollout", "reward")
@@ -98,8 +98,8 @@ def gpu_problem(gpus: int, visible: str | None) -> str:
 
 
 def visible_host_gb() -> float:
-    """GB of memory of this machine."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+    """GB of memory of this machine, or of the container or job that this is."""
+    return total_memory() / 1e9
 
 
 def component_slots(cluster: ClusterSettings, total: int) -> dict[str, list[int]]:

@@ -53,6 +53,19 @@ def test_an_error_that_a_library_made_of_a_stop(signals: StopSignals) -> None:
     assert stopped is not None and stopped.exit_code == 130
 
 
+def test_a_terminal_that_closes_ends_the_run_unless_nohup_says_otherwise(signals: StopSignals) -> None:
+    with pytest.raises(Stopped) as caught:
+        os.kill(os.getpid(), signal.SIGHUP)
+        time.sleep(30)
+    assert caught.value.exit_code == 129
+    signals.ignore()
+    signals.restore()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    StopSignals().install()
+    os.kill(os.getpid(), signal.SIGHUP)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 def test_an_error_without_a_signal_is_no_stop(signals: StopSignals) -> None:
     assert signals.stop_behind(SystemError("a bug")) is None
 

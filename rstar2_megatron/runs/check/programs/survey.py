@@ -15,10 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from rstar2_megatron.records.disk import nearest_existing
 from rstar2_megatron.runs.check.process import Job
+from rstar2_megatron.settings.host_memory import available_memory
 from rstar2_megatron.settings.placement import SMI_TIMEOUT_S, visible_host_gb
 
 _TOOLS = ("nvidia-smi", "nvcc", "ninja", "gcc", "g++")
@@ -35,7 +34,7 @@ def survey(job: Job, paths: Sequence[str], pins: Sequence[str]) -> dict[str, Any
         "glibc": " ".join(platform.libc_ver()),
         "cpus": os.cpu_count(),
         "host_gb": visible_host_gb(),
-        "host_free_gb": psutil.virtual_memory().available / 1e9,
+        "host_free_gb": available_memory() / 1e9,
         "shared_memory_gb": _room("/dev/shm"),
         "temporary": _temporary(),
         "room_gb": {path: _room(path) for path in paths},
