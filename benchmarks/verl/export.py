@@ -70,7 +70,7 @@ def verl_config(settings: Settings, directory: Path) -> dict[str, Any]:
         "actor_rollout_ref.actor.data_loader_seed": settings.actor.seed,
         "actor_rollout_ref.actor.optim.lr": optim.lr,
         "actor_rollout_ref.actor.optim.min_lr_ratio": optim.min_lr / optim.lr,
-        "actor_rollout_ref.actor.optim.lr_warmup_steps": sched.lr_warmup_iters,
+        "actor_rollout_ref.actor.optim.lr_warmup_steps": -(-sched.lr_warmup_iters // algorithm.n_minibatches),  # training steps
         "actor_rollout_ref.actor.optim.lr_scheduler_type": sched.lr_decay_style,
         "actor_rollout_ref.actor.optim.zero_indexed_step": False,  # else the first update has rate 0
         "actor_rollout_ref.actor.optim.weight_decay": optim.weight_decay,
@@ -178,6 +178,16 @@ def differences(settings: Settings) -> Iterator[str]:
             f"cold_start: verl starts from {settings.rollout.model.model_path}; for a run from the same SFT model give its "
             "directory as rollout.model.model_path on both sides, with cold_start.enabled=False"
         )
+    if algorithm.n_minibatches > 1:
+        yield (
+            f"algorithm.n_minibatches={algorithm.n_minibatches}: verl's rate changes once a training step, here with each of "
+            "its updates"
+        )
+    if settings.actor.lr_sched.lr_decay_iters is not None:
+        yield f"actor.lr_sched.lr_decay_iters={settings.actor.lr_sched.lr_decay_iters}: verl's decay ends with the last step"
+    for name in ("max_new_tokens", "max_assistant_turns"):
+        if (value := getattr(settings.evaluation, name)) is not None:
+            yield f"evaluation.{name}={value}: verl's held-out answers have the limit of training"
     model = settings.actor.model
     yield (
         f"actor parallelism (TP {model.tensor_model_parallel_size}, PP {model.pipeline_model_parallel_size}), offload and "
@@ -283,6 +293,8 @@ def export(settings: Settings, directory: Path) -> list[str]:
     for name, paths in (("train", data.train_data_paths), ("val", data.val_data_paths or data.train_data_paths)):
         problems = read_problems(paths, data)
         rows = verl_rows(problems, settings)
+        if name == "val" and settings.evaluation.num_problems >= 0:
+            rows = rows[: settings.evaluation.num_problems]
         if name == "val":  # verl logs the mean of each data source, and none of all
             rows = [row | {"data_source": HELD_OUT} for row in rows]
         pq.write_table(pa.Table.from_pylist(rows), directory / f"{name}.parquet")

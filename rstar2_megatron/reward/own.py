@@ -64,7 +64,8 @@ class OwnReward:
         text = response_text(trajectory)
         for token in _SPECIAL:
             text = text.replace(token, "")
-        row["extra_info"]["num_turns"] = 2 * trajectory.num_turns  # verl counts the prompt and what answers a turn too
+        # verl counts the prompt and what answers a turn too, and always has an empty dict of scores.
+        row["extra_info"] |= {"num_turns": 2 * trajectory.num_turns, "rollout_reward_scores": {}}
         return self.call_as_verl(solution_str=text, **row)
 
     def call_as_verl(self, **row: Any) -> Any:

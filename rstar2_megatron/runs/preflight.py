@@ -86,6 +86,11 @@ def check_before_start(
     if not slots.is_cpu and (problem := gpu_problem(gpus[0], os.environ.get("CUDA_VISIBLE_DEVICES"))):
         raise_or_warn([problem])
     places = component_slots(settings.cluster, slots.count)
+    if idle := sorted(set(range(slots.count)).difference(*places.values())):
+        warnings.append(
+            f"cluster.component_placement leaves slots {', '.join(map(str, idle))} of {slots.count} idle: no actor, rollout or "
+            "reward is there"
+        )
     _raise(asynchronous_problems(settings, places))
     raise_or_warn(cluster_problems(settings))
     raise_or_warn(placeholder_problems(settings))

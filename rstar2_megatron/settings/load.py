@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
-from rstar2_megatron.extension.user_code import FOLDERS
+from rstar2_megatron.extension.user_code import FOLDERS, UserCode
 from rstar2_megatron.model.tokenizer_files import OWN_TEMPLATE
 from rstar2_megatron.settings import rlinf_keys
 from rstar2_megatron.settings.precision import resolve_precision
@@ -298,12 +298,13 @@ def _sections_of(annotation: Any) -> list[type[BaseModel]]:
 
 
 def valid_keys(model: type[BaseModel] = Settings, prefix: str = "") -> Iterator[str]:
-    """Every dotted path of the schema, sections included."""
+    """Every dotted path of the schema, sections included; own code is one value."""
     for name, info in model.model_fields.items():
         path = f"{prefix}{name}"
         yield path
         for section in _sections_of(info.annotation):
-            yield from valid_keys(section, path + ".")
+            if section is not UserCode:
+                yield from valid_keys(section, path + ".")
 
 
 def unknown_keys(data: dict[str, Any], model: type[BaseModel] = Settings, prefix: str = "") -> Iterator[str]:
@@ -326,6 +327,12 @@ def _closest_section(sections: list[type[BaseModel]], data: dict[str, Any]) -> t
     return max(sections, key=lambda section: len(section.model_fields.keys() & data.keys()))
 
 
+_VERLS = (
+    "actor_rollout_ref", "trainer", "custom_reward_function", "reward_model", "algorithm.adv_estimator", "algorithm.rollout_c",
+    "data.max_response_length", "data.train_batch_size", "data.train_files", "data.val_files", "data.truncation",
+)  # fmt: skip
+
+
 def nearest_keys(path: str) -> list[str]:
     """Valid keys most similar to `path`, by the whole path or by its last name, best first."""
 
@@ -340,6 +347,8 @@ def nearest_keys(path: str) -> list[str]:
 
 
 def _unknown_key_message(path: str) -> str:
+    if path.startswith(_VERLS):
+        return f"unknown key {path}, which is verl's; docs/parity.md lists verl's keys with those of this project"
     near = nearest_keys(path)
     if path in near:  # "runner.max_steps: 3" in a YAML
         return f"{path} is one name in the YAML; write it nested: {path.replace('.', ': {')}: ...{'}' * path.count('.')}"

@@ -45,8 +45,6 @@ WITHOUT_MEANING: tuple[tuple[str, str], ...] = (
     ("rollout.distributed_executor_backend", "the engine runs in its own process"),
     ("rollout.print_outputs", "samples are written to trajectories.jsonl"),
     ("runner.task", "one task"),
-    ("runner.only_eval", "use runner.max_steps=0"),
-    ("runner.ckpt_path", "use runner.resume_dir"),
     ("runner.weight_sync_interval", "weights are synced every step"),
     ("runner.per_worker_log", "logs are shared"),
     ("runner.enable_per_worker_log", "logs are shared"),
@@ -68,7 +66,6 @@ WITHOUT_MEANING: tuple[tuple[str, str], ...] = (
     ("data.val_rollout_batch_size", "evaluation runs all its problems at once"),
     ("data.num_workers", "problems are read at start"),
     ("data.apply_chat_template", "the format is agentloop's"),
-    ("data.apply_chat_template_kwargs", "the format is agentloop's"),
     ("data.validation_shuffle", "evaluation takes the problems in order"),
     ("data.dataset_name", "the data set is its files"),
     ("data.process_fn", "the data set is its files"),
@@ -87,16 +84,14 @@ WITHOUT_MEANING: tuple[tuple[str, str], ...] = (
     ("actor.pack_traj", "always"),
     ("actor.mcore_gpt", "always"),
     ("actor.spec_name", "see actor.model.transformer_impl"),
-    ("actor.checkpoint_load_path", "weights come from rollout.model.model_path or runner.resume_dir"),
     ("actor.enable_offload", "see actor.offload_weight, offload_grad, offload_optimizer"),
     *_keys(
         "actor.model",
         "taken from the model's config.json or fixed by the layer spec",
-        "seq_length encoder_seq_length megatron_checkpoint model_type model_arch activation normalization "
+        "seq_length encoder_seq_length model_type model_arch activation normalization "
         "add_bias_linear add_qkv_bias position_embedding_type apply_rope_fusion bias_dropout_fusion "
         "persist_layer_norm bias_activation_fusion attention_softmax_in_fp32 batch_p2p_comm variable_seq_lengths "
-        "gradient_accumulation_fusion moe_token_dispatcher_type use_cpu_initialization trust_remote_code is_lora "
-        "qk_layernorm",
+        "gradient_accumulation_fusion moe_token_dispatcher_type use_cpu_initialization trust_remote_code qk_layernorm",
     ),
     *_keys(
         "actor.optim",
@@ -118,15 +113,22 @@ OTHER_TASKS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("rollout.rollout_backend", ("sglang",), "the engine here is SGLang"),
 )
 
-# Keys of which only some values are implemented here: path -> these values.
-ONLY_VALUES: dict[str, tuple[Any, ...]] = {
-    "algorithm.loss_type": ("actor",),
-    "algorithm.normalize_advantages": (False,),
-    "algorithm.sampling_params.repetition_penalty": (1, 1.0),
-    "critic.use_critic_model": (False,),
-    "reward.use_reward_model": (False,),
-    "runner.enable_dynamic_batch_size": (True,),
-    "runner.use_pipeline": (False,),
+_FIRST_WEIGHTS = "a run starts from rollout.model.model_path, or from a checkpoint of this project in runner.init_checkpoint"
+# Keys of which one value is implemented here, or null: path -> (this value, what to do instead).
+ONLY_VALUES: dict[str, tuple[Any, str]] = {
+    "actor.checkpoint_load_path": (None, _FIRST_WEIGHTS),
+    "actor.model.is_lora": (False, "all weights are trained"),
+    "actor.model.megatron_checkpoint": (None, _FIRST_WEIGHTS),
+    "algorithm.loss_type": ("actor", ""),
+    "algorithm.normalize_advantages": (False, ""),
+    "algorithm.sampling_params.repetition_penalty": (1, ""),
+    "critic.use_critic_model": (False, ""),
+    "data.apply_chat_template_kwargs": ({}, "give agentloop.chat_template a template that needs none"),
+    "reward.use_reward_model": (False, ""),
+    "runner.ckpt_path": (None, "a run goes on by runner.resume_dir"),
+    "runner.enable_dynamic_batch_size": (True, ""),
+    "runner.only_eval": (False, "runner.max_steps=0 evaluates alone"),
+    "runner.use_pipeline": (False, ""),
 }
 
 
@@ -148,10 +150,18 @@ def translate(data: dict[str, Any], given: Collection[str] = ()) -> list[str]:
                 f"{path}={value!r}: {what}. config/rstar2-qwen2.5-7b-megatron.yaml is a start for a run of this project"
             )
     notes: list[str] = []
-    for path, allowed in ONLY_VALUES.items():
+    for path, (only, instead) in ONLY_VALUES.items():
         value = take(data, path)
-        if value is not MISSING and value is not None and value not in allowed:
-            raise ValueError(f"{path}={value!r} is not implemented here; the only value is {allowed[0]!r}")
+        if value is not MISSING and value is not None and value != only:
+            instead = instead and f": {instead}"
+            raise ValueError(f"{path}={value!r} is not implemented here; the only value is {only!r}{instead}")
+    if (bonus := get(data, "algorithm.entropy_bonus")) and get(data, "algorithm.calculate_entropy") is False:
+        raise ValueError(
+            f"algorithm.entropy_bonus={bonus!r} with algorithm.calculate_entropy=False: RLinf adds none then; change one"
+        )
+    scaled = get(data, "reward.reward_scale") not in (MISSING, None, 1)
+    if scaled and get(data, "algorithm.adv_type") not in (MISSING, "grpo"):
+        raise ValueError("reward.reward_scale is only without effect with algorithm.adv_type=grpo; put it into the reward")
 
     def move(old: str, new: str, convert: Callable[[Any], Any] = lambda value: value) -> None:
         """Give the old key's value to the new key, unless the YAML has the new key too and the command line not the old."""

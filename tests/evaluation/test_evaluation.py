@@ -204,6 +204,7 @@ def test_of_a_run_that_goes_on_the_newest_checkpoint_is_taken(tmp_path: Path, ca
         (run / place / "config.json").touch()
     for step in (2, 10):
         (run / f"checkpoints/global_step_{step}/actor").mkdir()
+        (run / f"checkpoints/global_step_{step}/actor/metadata.json").touch()
         (run / f"checkpoints/global_step_{step}/data").mkdir()
         (run / f"checkpoints/global_step_{step}/data/data.pt").touch()
     newest = run / "checkpoints/global_step_10"
@@ -214,6 +215,12 @@ def test_of_a_run_that_goes_on_the_newest_checkpoint_is_taken(tmp_path: Path, ca
     assert hugging_face_directory(run) == run / "model"
     shutil.rmtree(run / "checkpoints")
     assert hugging_face_directory(run) == run / "model"
+
+
+def test_a_checkpoint_of_verl_is_not_taken_for_one_of_ours(tmp_path: Path) -> None:
+    (tmp_path / "global_step_100" / "actor" / "huggingface").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"global_step_100 is neither .* `python -m verl.model_merger merge`"):
+        hugging_face_directory(tmp_path / "global_step_100")
 
 
 def test_data_may_be_named_in_several_places() -> None:

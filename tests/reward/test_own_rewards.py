@@ -187,9 +187,10 @@ async def test_verls_columns_are_what_verl_gives(tmp_path: Path) -> None:
     extra = {"data_source": "dapo", "reward_model": {"style": "rule", "ground_truth": "7"}, "extra_info": {"split": "train"}}
     function(Problem("q", PROBLEM.prompt, ["7"], extra=extra), attempt())
     assert (seen["data_source"], seen["ground_truth"]) == ("dapo", "7")
-    assert seen["extra_info"] == {"split": "train", "num_turns": 4}  # as verl counts
+    of_verl = {"num_turns": 4, "rollout_reward_scores": {}}
+    assert seen["extra_info"] == {"split": "train", **of_verl}
     function(Problem("q", PROBLEM.prompt, ["7", "8"], task="math"), attempt())
-    assert (seen["data_source"], seen["ground_truth"], seen["extra_info"]) == ("math", ["7", "8"], {"num_turns": 4})
+    assert (seen["data_source"], seen["ground_truth"], seen["extra_info"]) == ("math", ["7", "8"], of_verl)
 
 
 async def test_terms_are_weighted_and_logged_by_name(make: Any) -> None:

@@ -149,6 +149,12 @@ def test_the_home_directory_in_an_override(monkeypatch: pytest.MonkeyPatch, tmp_
     assert settings.agentloop.system_prompt == "about ~/x"
 
 
+@pytest.mark.parametrize("word", ["actor_rollout_ref.rollout.n=8", "trainer.nnodes=2", "data.max_response_length=4096"])
+def test_a_key_of_verl_leads_to_the_table(word: str) -> None:
+    with pytest.raises(ConfigError, match=r"which is verl's; docs/parity.md lists verl's keys with those of this project"):
+        load("rstar2-tiny-cpu", [word])
+
+
 def test_unknown_keys_in_lists_of_sections_are_found() -> None:
     phases = "cold_start.phases=[{name: a, data_path: b, steps: 1, batch_size: 1, lr: 1, epochs: 2}]"
     with pytest.raises(ConfigError, match=r"unknown key cold_start.phases.0.epochs"):
@@ -224,6 +230,11 @@ def test_rlinf_schedule_rates_win_as_they_do_there(tmp_path: Path) -> None:
         ("runner", "enable_dynamic_batch_size", False, "runner.enable_dynamic_batch_size=False is not implemented"),
         ("critic", "use_critic_model", True, "critic.use_critic_model=True is not implemented"),
         ("algorithm", "adv_type", "gae", "algorithm.adv_type='gae'"),
+        ("runner", "only_eval", True, "runner.only_eval=True is not .* the only value is False: runner.max_steps=0 evaluates"),
+        ("runner", "ckpt_path", "/a", "runner.ckpt_path='/a' is not .* a run goes on by runner.resume_dir"),
+        ("actor", "model", RLINF_7B["actor"]["model"] | {"is_lora": True}, "actor.model.is_lora=True is not"),
+        ("data", "apply_chat_template_kwargs", {"enable_thinking": False}, "a template that needs none"),
+        ("algorithm", "entropy_bonus", 0.1, "algorithm.entropy_bonus=0.1 with algorithm.calculate_entropy=False"),
     ],
 )
 def test_what_rlinf_can_and_we_cannot_is_refused(tmp_path, section, key, value, message) -> None:

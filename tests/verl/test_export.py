@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,7 +19,7 @@ import yaml
 from benchmarks.verl.export import VERSION, chat_template, differences, export, verl_config, verl_rows
 from rstar2_megatron.report.names import ours_from_verl
 from rstar2_megatron.rollout.chat import ChatTemplate
-from rstar2_megatron.settings.load import load
+from rstar2_megatron.settings.load import load, valid_keys
 from rstar2_megatron.settings.schema import Settings
 from rstar2_megatron.settings.variant import VARIANTS
 from rstar2_megatron.trajectory import Problem
@@ -61,6 +63,19 @@ def test_verl_renders_the_prompt_and_the_tool_response_that_we_train_on(settings
     system = template.render(messages=[{}])  # what verl cuts off to find the text of one tool response
     response = template.render(messages=[{"role": "tool", "content": "2"}], add_generation_prompt=True)
     assert "\n" + response.removeprefix(system) == ours.tool_response_text(["2"])
+
+
+def test_the_table_of_verls_keys_has_what_the_export_writes(settings: Settings, tmp_path: Path) -> None:
+    def keys(node: dict[str, Any], prefix: str = "") -> Iterator[str]:
+        for name, value in node.items():
+            yield from keys(value, f"{prefix}{name}.") if isinstance(value, dict) else [f"{prefix}{name}"]
+
+    exported = {key.removeprefix("actor_rollout_ref.") for key in keys(verl_config(settings, tmp_path))}
+    table = (ROOT / "docs" / "parity.md").read_text().partition("## verl's keys")[2].partition("\n## ")[0]
+    rows = [[re.findall("`([^`]+)`", cell) for cell in line.split("|")[1:3]] for line in table.splitlines() if "`" in line[:4]]
+    assert len(rows) > 25
+    assert {key for theirs, _ in rows for key in theirs} <= exported
+    assert {key for _, ours in rows for key in ours} <= set(valid_keys())
 
 
 @pytest.mark.parametrize(("kept", "cut"), [("left", "right"), ("middle", "middle"), ("right", "left")])
