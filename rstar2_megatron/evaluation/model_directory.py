@@ -39,8 +39,8 @@ def hugging_face_directory(path: str | Path, base_model: str | Path | None = Non
         raise ValueError(f"{path} has neither model/ nor a complete checkpoint yet")
     if not (path / "actor" / "metadata.json").is_file():  # that of verl has none
         raise ValueError(
-            f"{path} is neither a Hugging Face directory (config.json), nor a run, nor a run's checkpoint global_step_N; that of "
-            "verl becomes a Hugging Face directory by `python -m verl.model_merger merge`"
+            f"{path} is neither a Hugging Face directory (config.json), nor a run, nor a run's checkpoint global_step_N; a "
+            "checkpoint of verl becomes a Hugging Face directory by `python -m verl.model_merger merge`"
         )
     converted = path / CONVERTED
     if not (converted / "config.json").is_file():
