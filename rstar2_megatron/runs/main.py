@@ -51,7 +51,7 @@ What it writes, under {{runner.output_dir}}/{{runner.experiment_name}}/ (e.g. re
   curves.png     reward, length, errors   checkpoints/global_step_N/       model/              Hugging Face directory
   rollouts/      all tokens, with runner.save_rollout_tokens=True (runner.replay_rollouts=DIR trains on them again)
   config.yaml    all settings             code/  own code                  held_out.json, evaluation/  held-out scores
-  logs/          of judge, engines, Ray
+  logs/          of judge and engines
   traces/        with runner.trace=N: step N for Perfetto (python -m rstar2_megatron.report.timeline RUN draws it)
   profiles/      with runner.profiler.steps=N: torch profiles of actor and engines
 
