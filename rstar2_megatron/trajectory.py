@@ -173,6 +173,7 @@ class Trajectory(PerToken):
     rollout_logprobs: LogProbs = field(default_factory=lambda: np.empty(0, np.float32))
     version_spans: list[VersionSpan] = field(default_factory=list)
     assistant_texts: list[str] = field(default_factory=list)  # one per assistant turn, decoded, for parsing
+    response_text: str = ""  # the whole response, without special tokens, until own rewards have read it; else empty
     tool_calls: list[ToolCall] = field(default_factory=list)
     opening: str = ""  # what an environment added to the prompt
     observations: list[str] = field(default_factory=list)  # of an environment or own loop by turn; "": tools answered

@@ -17,6 +17,8 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
@@ -24,6 +26,8 @@ from pydantic import ValidationError
 
 from rstar2_megatron.extension.positional import is_for
 from rstar2_megatron.extension.user_code import FOLDERS, UserCode, UserCodeError
+from rstar2_megatron.records.jsonl_file import JsonlFile
+from rstar2_megatron.records.trajectory_row import trajectory_of
 from rstar2_megatron.reward.own import is_reward
 from rstar2_megatron.reward.rewards import Rewards
 from rstar2_megatron.rollout.dialogue import Dialogue
@@ -36,7 +40,7 @@ from rstar2_megatron.rollout.turn_loops import TurnLoops
 from rstar2_megatron.settings.load import users_path
 from rstar2_megatron.settings.schema import AgentLoopSettings, OwnToolSettings, RewardSettings
 from rstar2_megatron.tools import required_parameters
-from rstar2_megatron.trajectory import FinishReason, Problem, ToolCall, ToolOutcome, Trajectory
+from rstar2_megatron.trajectory import FinishReason, HeldTokens, Problem, ToolCall, ToolOutcome, Trajectory, is_usable
 
 _DEADLINE_S = 3600.0
 _LATE_S = 0.2  # for which an async tool may hold up the loop
@@ -52,10 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=_object,
         default={},
         metavar="JSON",
-        help="a tool's `settings`, `reward.arguments`, `agentloop.environment_settings`",
+        help="a tool's `settings`, `reward.arguments`, `agentloop.environment_settings`, a loop's `arguments`",
     )
     parser.add_argument("--extra", type=_object, default={}, metavar="JSON", help="own columns of the problem")
     parser.add_argument("--timeout-s", type=float, default=30.0)
+    parser.add_argument("--trajectories", type=Path, metavar="FILE", help="a run's trajectories.jsonl, for a reward to score")
     words = parser.parse_args(argv)
     read_as = ""
     try:
@@ -66,9 +71,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if kind == "reward":
             limits = {"arguments": words.settings, "function_timeout_s": words.timeout_s}
             with Rewards(RewardSettings(function=code, **limits)) as rewards:
+                if words.trajectories is not None:
+                    return asyncio.run(_score(rewards, words.trajectories, words.extra))
                 return asyncio.run(_try_reward(rewards, code, words.args, words.extra))
         if kind:
-            limits = {"environment_timeout_s": words.timeout_s, "environment_settings": words.settings}
+            limits = {"environment_timeout_s": words.timeout_s}
+            if kind == "loop":
+                code.arguments = words.settings
+            else:
+                limits |= {"environment_settings": words.settings}
             loops = TurnLoops(AgentLoopSettings.model_validate({kind: code, **limits}))
             return asyncio.run(_try_turns(loops, words.args, words.extra))
         read_as = (
@@ -175,8 +186,8 @@ async def _try_reward(rewards: Rewards, code: UserCode, calls: Sequence[dict[str
         problem = Problem("try_out", [{"role": "user", "content": ""}], _solutions(given), extra=extra)
         text = str(given.get("response", ""))
         trajectory = Trajectory("try_out", 0, assistant_texts=[text], finish_reason=FinishReason.ANSWERED)
-        tokens = len(text) // 4 + 1  # about as many as a tokenizer makes
-        trajectory.append([0] * tokens, [0.0] * tokens)
+        tokens = len(text) // 4 + 1  # about as many as a tokenizer makes; in a run too they stay with the rollout worker
+        trajectory.held = HeldTokens(0, 0, 1, tokens, [(0, tokens)], 0.0)
         begun = time.perf_counter()
         await rewards.grade([(problem, trajectory)])
         took_ms = 1000 * (time.perf_counter() - begun)
@@ -187,6 +198,25 @@ async def _try_reward(rewards: Rewards, code: UserCode, calls: Sequence[dict[str
         print(f"\n{code.label} {json.dumps(given, ensure_ascii=False)}\n  in {took_ms:.1f} ms: {said}")
         failed |= bool(trajectory.error)
     return int(failed)
+
+
+async def _score(rewards: Rewards, path: Path, extra: dict[str, Any]) -> int:
+    """A line for each trajectory of the file, and the means."""
+    rows = [row for _, row in JsonlFile(path).numbered_rows() if row and is_usable(row.get("finish_reason"))]
+    if not rows:
+        raise ValueError(f"{path} has no ended trajectory")
+    try:
+        items = [(replace(problem, extra=extra), trajectory) for problem, trajectory in map(trajectory_of, rows)]
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{path}: a row is no trajectory of a run ({type(error).__name__}: {error})") from None
+    await rewards.grade(items)
+    for row, (_, t) in zip(rows, items, strict=True):
+        print(f"{t.query_id}#{t.rollout_index}: was {row['reward']}, {t.error or f'now {t.reward:g}'}")
+    scored = [t.reward for _, t in items if t.reward is not None]
+    before = [row["reward"] for row in rows if row["reward"] is not None]
+    means = (f"{sum(values) / len(values):.4g}" if values else "none" for values in (before, scored))
+    print("{} trajectories: mean reward was {}, now {}; {} failed".format(len(rows), *means, len(rows) - len(scored)))
+    return int(len(scored) < len(rows))
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -214,7 +244,7 @@ async def _try(tool: OwnTool, calls: Sequence[dict[str, Any]], problem: Problem)
         done, late = await call(arguments)
         failed |= done.outcome in (ToolOutcome.INFRASTRUCTURE, ToolOutcome.TIMEOUT)
         _show(f"{tool.name} {json.dumps(arguments, ensure_ascii=False)}", done)
-        if late > _LATE_S:
+        if late > _LATE_S and tool.is_async:
             print(
                 f"  It held up every other trajectory for {late:.1f} s: await what takes long, or write `def`, not `async def`."
             )

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from rstar2_megatron.records.trajectory_row import trajectory_row
+from rstar2_megatron.records.whole_file import write_jsonl
+from rstar2_megatron.trajectory import FinishReason, Problem, ToolCall, ToolOutcome, Trajectory
 from rstar2_megatron.try_out import main
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -66,6 +69,26 @@ def test_rewards_of_both_forms(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert f"dropped:\n    reward own.py:score failed: {path}:2, in score: KeyError: 'weight'" in capsys.readouterr().out
     assert main([f"{path}:score"]) == 2
     assert "cannot be called with (problem, trajectory)" in capsys.readouterr().err
+
+
+def test_a_reward_scores_what_a_run_has_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    call = ToolCall("python_code_with_standard_io", {"code": "print(4)"}, ToolOutcome.OK, "4", 0.1)
+    problem = Problem("p", [{"role": "user", "content": "2 + 2?"}], ["4"])
+    attempts = [
+        Trajectory(
+            "p", i, assistant_texts=["a", "\\boxed{4}"], tool_calls=calls, finish_reason=FinishReason.ANSWERED, reward=1.0
+        )
+        for i, calls in enumerate(([call], []))
+    ]
+    write_jsonl(tmp_path / "trajectories.jsonl", (trajectory_row(problem, t) for t in attempts))
+    words = [f"{ROOT}/examples/extend/rewards.py:tool_use", "--trajectories", str(tmp_path / "trajectories.jsonl")]
+    assert main(words) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "p#0: was 1.0, now 1", "p#1: was 1.0, now 0", "2 trajectories: mean reward was 1, now 0.5; 0 failed",
+    ]  # fmt: skip
+    (tmp_path / "trajectories.jsonl").write_text('{"finish_reason": "answered"}\n')
+    assert main(words) == 2
+    assert "a row is no trajectory of a run (KeyError: 'tool_calls')" in capsys.readouterr().err
 
 
 def test_one_solution_may_be_a_text_or_a_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

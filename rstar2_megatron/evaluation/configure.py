@@ -136,6 +136,7 @@ def configure(arguments: argparse.Namespace) -> tuple[Settings, SamplingSettings
         sampling=SamplingParams(temperature=arguments.temperature, top_p=arguments.top_p, max_new_tokens=tokens),
         max_assistant_turns=arguments.max_turns,
         seed=request_seed_of(settings),
+        texts=settings.reward.has_own,
     )
     gpus, _ = visible_gpus()
     engines = arguments.engines or max(1, gpus // settings.rollout.tensor_parallel_size)

@@ -50,16 +50,17 @@ def own_function(key: str, code: UserCode, parameters: str, *, may_yield: bool =
     shown = f"{key}={code.label}"
     if not callable(function):
         raise UserCodeError(f"{shown} is of type {type(function).__name__}; write def {code.name}({parameters})")
-    if fault := misfit(function, parameters, may_yield=may_yield):
+    if fault := misfit(function, parameters, code.arguments, may_yield=may_yield):
+        named = ", ".join([parameters, *(f"{name}=..." for name in code.arguments)])
         raise UserCodeError(
-            f"{shown} takes {shown_parameters(function)}, but is called by ({parameters}): {fault}; "
-            f"write def {code.name}({parameters})"
+            f"{shown} takes {shown_parameters(function)}, but is called by ({named}): {fault}; "
+            f"write def {code.name}({', '.join([parameters, *code.arguments])})"
         )
 
     @functools.wraps(function)
     def called(*arguments: Any) -> Any:
         try:
-            return function(*arguments)
+            return function(*arguments, **code.arguments)
         except (Exception, SystemExit) as error:
             raise UserCodeError(f"{shown} failed: {code.blame(error)}") from error
 

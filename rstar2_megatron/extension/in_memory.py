@@ -38,18 +38,31 @@ class _Text(importlib.abc.ExecutionLoader, importlib.abc.MetaPathFinder):
 
 
 def import_text(texts: Mapping[str, tuple[str, str]], key: str) -> ModuleType:
-    """The module of `texts[""]`, run once a process for each path and `key`.
+    """The module of `texts[""]`, run once a process for each path and `key`, or text where it has its file's name.
 
     texts: (path, text) by module name; the module may import the others. Raises what the code raises, and ImportError when
     another module has such a name.
     """
-    path = texts[""][0]
-    own = f"rstar2_user_code_{hashlib.sha256((path + key).encode()).hexdigest()[:12]}_{Path(path).stem}"
+    path, text = texts[""]
     with _lock:
+        own = Path(path).stem
+        if not _may_be_named(own, path, text):
+            own = f"rstar2_user_code_{hashlib.sha256((path + key).encode()).hexdigest()[:12]}_{own}"
         if own not in sys.modules:
-            for name, (file, text) in texts.items():
-                _lay_ready(name or own, file, text)
+            for name, (file, written) in texts.items():
+                _lay_ready(name or own, file, written)
         return importlib.import_module(own)
+
+
+def _may_be_named(name: str, path: str, text: str) -> bool:
+    """Whether the file can be the module of its own name, by which files beside it import it: it is then run once for both."""
+    if name in sys.modules:
+        known = getattr(sys.modules[name].__spec__, "loader", None)
+    else:
+        known = next((finder for finder in sys.meta_path if isinstance(finder, _Text) and finder.name == name), None)
+        if known is None:
+            return name.isidentifier() and name != "__init__" and not is_installed(name)
+    return isinstance(known, _Text) and (known.path, known.text) == (path, text)
 
 
 def is_installed(name: str) -> bool:

@@ -71,7 +71,7 @@ def misfit_of_kind(function: Callable[..., Any], *, may_await: bool = False, may
     if not may_await:
         return "it is async; write it as a plain `def`"
     if not any(map(inspect.iscoroutinefunction, outer)):
-        return "it wraps an async function and is none itself; write the wrapper as `async def`, or without functools.wraps"
+        return "it wraps an async function and is none itself; write the wrapper as `async def`"
     return ""
 
 

@@ -46,6 +46,8 @@ class UserCode(BaseModel):
     """As written, a path made absolute."""
     sha256: str = ""
     """Of the file and of what it imports from beside it; of a package, of the module's file."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments of every call of a function of `algorithm`, of `data.rows`, a reward or a loop."""
     _texts: dict[str, tuple[str, str]] = PrivateAttr(default_factory=dict)
     """(path, text) by module name: the file first, under the name "", then those beside it."""
 
@@ -237,8 +239,12 @@ def _imported(tree: ast.AST) -> Iterator[str]:
 def _source_of_package(module: str) -> str:
     try:
         spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError, AttributeError):
+    except ModuleNotFoundError as error:
+        if not module.startswith(f"{error.name}."):  # its package imports what is missing
+            raise ValueError(f"{module} cannot be imported: {error}") from error
         spec = None
+    except (Exception, SystemExit) as error:  # of the package's own code
+        raise ValueError(f"{module} cannot be imported: {type(error).__name__}: {error}") from error
     if spec is None:
         raise ValueError(f"no module {module!r} is installed for {sys.executable}; a file is named path/to/file.py:name")
     return Path(spec.origin).read_bytes().decode(errors="replace") if spec.origin and Path(spec.origin).is_file() else ""

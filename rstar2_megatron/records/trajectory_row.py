@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rstar2_megatron.trajectory import Problem, Trajectory
+from rstar2_megatron.trajectory import FinishReason, HeldTokens, Problem, ToolCall, ToolOutcome, Trajectory
 
 
 def trajectory_row(problem: Problem, t: Trajectory) -> dict[str, Any]:
@@ -47,6 +47,27 @@ def trajectory_row(problem: Problem, t: Trajectory) -> dict[str, Any]:
         "seconds": round(t.seconds, 3),
         "error": t.error,
     }
+
+
+def trajectory_of(row: dict[str, Any]) -> tuple[Problem, Trajectory]:
+    """What `trajectory_row` was made of, as rewards see it: without tokens and the problem's own columns. Raises KeyError."""
+    calls = [
+        ToolCall(call["name"], call["arguments"], ToolOutcome(call["outcome"]), call["response"], call["seconds"])
+        for call in row["tool_calls"]
+    ]
+    trajectory = Trajectory(
+        row["query_id"],
+        row["rollout_index"],
+        assistant_texts=row["turns"],
+        tool_calls=calls,
+        calls_per_turn=row["calls_per_turn"],
+        opening=row.get("opening", ""),
+        observations=row.get("observations", []),
+        finish_reason=FinishReason(row["finish_reason"]),
+        seconds=row["seconds"],
+        held=HeldTokens(0, 0, row["prompt_tokens"], row["response_tokens"], [(0, row["trained_tokens"])], 0.0),
+    )
+    return Problem(row["query_id"], row["prompt"], row["solutions"], row["task"]), trajectory
 
 
 # Per-token lists take a few bytes a token as base64 of deflated little-endian arrays, not ten as decimal text.

@@ -10,8 +10,11 @@ Both may be async. A dict has `score`; its other numbers are logged by their nam
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import inspect
+import json
 import math
 import pickle
 from collections.abc import Mapping, Sequence
@@ -34,7 +37,7 @@ class OwnReward:
     def __init__(self, code: UserCode, arguments: Mapping[str, Any]) -> None:
         """arguments: keyword arguments of every call. Raises UserCodeError when it cannot be loaded or called."""
         self.code = code
-        self.arguments = dict(arguments)
+        self.arguments = {**arguments, **code.arguments}
         self.function = code.load()
         if not callable(self.function):
             raise UserCodeError(f"{code.label} is a {type(self.function).__name__}, not a function")
@@ -61,9 +64,9 @@ class OwnReward:
         if not self.is_verls:
             return self.function(problem, trajectory, **self.arguments)
         row = verl_columns(problem)
-        text = response_text(trajectory)
-        for token in _SPECIAL:
-            text = text.replace(token, "")
+        text = trajectory.response_text
+        if not text:  # of try_out, or a step of a search
+            text = functools.reduce(lambda text, token: text.replace(token, ""), _SPECIAL, response_text(trajectory))
         # verl counts the prompt and what answers a turn too, and always has an empty dict of scores.
         row["extra_info"] |= {"num_turns": 2 * trajectory.num_turns, "rollout_reward_scores": {}}
         return self.call_as_verl(solution_str=text, **row)
@@ -71,7 +74,7 @@ class OwnReward:
     def call_as_verl(self, **row: Any) -> Any:
         """A call of a function of verl's form, with those of its four arguments that it takes.
 
-        `solution_str` is the whole response, tool texts included, without special tokens.
+        `solution_str` is the whole response, tool texts included, decoded without special tokens.
         """
         return self.function(**{name: row[name] for name in self._given}, **self.arguments)
 
@@ -98,7 +101,8 @@ class OwnReward:
         return Grade(_number(returned, "value"))
 
     def failed(self, error: BaseException) -> Grade:
-        return Grade(failure=f"reward {self.code.label} failed: {self.code.blame(error)}", kind=type(error).__name__)
+        limit = "; reward.function_memory_mb is the limit" if isinstance(error, MemoryError) else ""
+        return Grade(failure=f"reward {self.code.label} failed: {self.code.blame(error)}{limit}", kind=type(error).__name__)
 
 
 def is_reward(function: Any) -> bool:
@@ -160,6 +164,9 @@ def verl_columns(problem: Problem) -> dict[str, Any]:
     if truth is None:
         truth = problem.solutions[0] if len(problem.solutions) == 1 else problem.solutions
     info = problem.extra.get("extra_info")
+    if isinstance(info, str):  # of a csv file, or a column of JSON
+        with contextlib.suppress(ValueError):
+            info = json.loads(info)
     return {
         "data_source": problem.extra.get("data_source", problem.task),
         "ground_truth": truth,

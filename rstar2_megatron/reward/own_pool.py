@@ -12,7 +12,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
-from rstar2_megatron.extension.user_code import is_cancelled
 from rstar2_megatron.reward.own import OwnReward
 from rstar2_megatron.reward.pool import Grade
 from rstar2_megatron.reward.process import GradingProcess, GradingProcesses
@@ -100,19 +99,15 @@ class AsyncCaller:
             for attempt in range(self._retries + 1):
                 if attempt:
                     await asyncio.sleep(_FIRST_WAIT_S * 2 ** (attempt - 1))
-                limit = asyncio.timeout(self._timeout_s)
+                call = asyncio.ensure_future(_called(function, item))
                 try:
-                    async with limit:
-                        returned = await function(*item)
-                except BaseException as error:  # SystemExit would end the thread with every later grade
-                    if is_cancelled():
-                        raise
-                    grade = self._late(function) if limit.expired() else function.failed(error)
-                else:
-                    try:
-                        return function.grade(returned)
-                    except Exception as error:  # another attempt would return the like
-                        return function.failed(error)
+                    await asyncio.wait([call], timeout=self._timeout_s)
+                finally:
+                    late = not call.done()
+                    call.cancel()  # which it may catch; then it is left behind
+                grade, again = (self._late(function), True) if late else call.result()
+                if not again:
+                    return grade
             return grade
 
     def _late(self, function: OwnReward) -> Grade:
@@ -123,3 +118,15 @@ class AsyncCaller:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._closed.set)
             self._thread.join(1.0)  # one that blocks ends with the process
+
+
+async def _called(function: OwnReward, item: Item) -> tuple[Grade, bool]:
+    """The function's grade, and whether another attempt may give another."""
+    try:
+        returned = await function(*item)
+    except BaseException as error:  # SystemExit would end the thread with every later grade
+        return function.failed(error), True
+    try:
+        return function.grade(returned), False
+    except Exception as error:
+        return function.failed(error), False

@@ -61,11 +61,12 @@ class GradingProcess:
         self.send(self._about)
         if (reply := self.reply(START_TIMEOUT_S)) != b"ready":
             self._check_open()  # perhaps it was closed meanwhile
-            why = (
-                reply.decode() if reply else f"(exit code {self._process.poll()}); run `{' '.join(self._command)} 1` to see why"
-            )
+            code = self._process.poll()
             self.kill()
-            raise GraderLost(f"a grading process did not start within {START_TIMEOUT_S:.0f} s {why}")
+            if reply:  # what is wrong with code of the user's
+                raise GraderLost(reply.decode())
+            what = f"did not start within {START_TIMEOUT_S:.0f} s" if self.hung else f"ended with code {code} as it started"
+            raise GraderLost(f"a grading process {what}; each loads the rewards' modules: load what is large at the first call")
 
     def _check_open(self) -> None:
         if self._closed:

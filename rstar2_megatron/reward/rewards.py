@@ -62,6 +62,7 @@ class Rewards:
         return await self._pool.grade(text, problem.solutions)
 
     def _set(self, t: Trajectory, grades: Sequence[Grade]) -> None:
+        t.response_text = ""
         for grade in grades:
             if grade.failure:
                 t.finish_reason, t.error, t.user_error = FinishReason.INFRASTRUCTURE, grade.failure, grade.kind

@@ -18,7 +18,7 @@ import numpy as np
 from rstar2_megatron.extension.user_code import UserCodeError
 from rstar2_megatron.records.trace import TRACE
 from rstar2_megatron.rollout.chat import ChatTemplate
-from rstar2_megatron.rollout.dialogue import Dialogue
+from rstar2_megatron.rollout.dialogue import ANSWERED_OTHERWISE, Dialogue
 from rstar2_megatron.rollout.engine.client import EngineClient
 from rstar2_megatron.rollout.engine.protocol import INTERRUPTED, EngineError, EngineLost, GenerateResult, GenerationTimeout
 from rstar2_megatron.rollout.engine.seeds import request_seed
@@ -78,6 +78,7 @@ class AgentLoop:
     max_context_tokens: int
     timeout_s: float
     seed: int | None = None
+    texts: bool = False  # whether ended trajectories get their `response_text`
     stats: RolloutStats = field(default_factory=RolloutStats)
     parking: bool = False  # set before aborting the engine's requests: every running trajectory is parked
     cutting: bool = False  # with `parking`: a parked trajectory ends as CUT
@@ -107,6 +108,7 @@ class AgentLoop:
             max_context_tokens=max_context_tokens,
             timeout_s=rollout.trajectory_timeout_s,
             seed=spec.seed,
+            texts=spec.texts,
         )
 
     def response_budget(self, prompt_tokens: int) -> int:
@@ -140,14 +142,18 @@ class AgentLoop:
         try:
             deadline = started + self.timeout_s - trajectory.seconds
             async with self.turn_loops.begin(problem, deadline, trajectory.note_failed_close) as turn_loop:
-                trajectory.opening = turn_loop.opening
                 if not len(trajectory.prompt_ids):
+                    trajectory.opening = turn_loop.opening
                     trajectory.prompt_ids = np.array(self.template.prompt_ids(turn_loop.problem), np.int32)
+                elif trajectory.opening != turn_loop.opening:
+                    raise UserCodeError(f"{turn_loop.label}: reset said otherwise {ANSWERED_OTHERWISE}")
                 self.tools.expect(trajectory)
                 turns = RunningTrajectory(self, problem, trajectory, deadline, on_progress, preemption, one_turn, number)
                 dialogue = Dialogue(turns, turn_loop.label)
                 trajectory.environment_reward = await turn_loop.run(dialogue)  # what is recorded already is replayed
                 trajectory.finish_reason = dialogue.ending
+                if self.texts and one_turn is None:
+                    trajectory.response_text = self.template.plain(trajectory.response_ids)
         except Parked:
             parked = not self.cutting
             trajectory.finish_reason = None if parked else FinishReason.CUT

@@ -327,6 +327,10 @@ class ChatTemplate:
             text = text.removesuffix(end)
         return text
 
+    def plain(self, token_ids: Sequence[int] | np.ndarray) -> str:
+        """Text of a response without special tokens, as verl gives it to rewards."""
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+
 
 def special_tokens(tokenizer: Tokenizer) -> list[str]:
     """Texts that the tokenizer reads as control tokens; its `all_special_tokens` are only those that have a role."""

@@ -19,6 +19,11 @@ from rstar2_megatron.trajectory import FinishReason, ToolCall, Trajectory
 
 T = TypeVar("T")
 
+ANSWERED_OTHERWISE = (
+    "than before the trajectory was interrupted; an environment or loop must answer the same turns with the same texts (take "
+    "random numbers from the problem's query_id)"
+)
+
 
 class Left(BaseException):
     """Ends the loop's code from inside a call of it. No `except Exception` holds it up."""
@@ -193,10 +198,7 @@ class Dialogue:
         if self._replaying:
             end = self._spans[self._turn][0] if self._turn < len(self._spans) else self._recorded
             if ids is not None and ids != t.response_ids[self._at : end].tolist():
-                raise self._misused(
-                    f"turn {self._turn} was answered otherwise than before the trajectory was interrupted; an environment or "
-                    "loop must answer the same turns with the same texts (take random numbers from the problem's query_id)"
-                )
+                raise self._misused(f"turn {self._turn} was answered otherwise {ANSWERED_OTHERWISE}")
             self._at = end
             return
         t.calls_per_turn += [0] * (self._turn - len(t.calls_per_turn))

@@ -67,10 +67,13 @@ class OwnTool(LimitedTool):
         self.code: UserCode = settings.use
         self._given = given = settings.settings
         label, target = self.code.label, self.code.load()
+        if self.code.arguments:
+            raise UserCodeError(f"{label}: arguments of a tool are its `settings`")
         self._target = target
         self.has_session = inspect.isclass(target)
         # Of a class without such a method it is its constructor, which is no function.
         self._call = inspect.getattr_static(target, "__call__") if self.has_session else target
+        self.is_async = inspect.iscoroutinefunction(self._call)
         name = getattr(target, "__name__", "")
         if not callable(target) or not name or (self.has_session and not inspect.isfunction(self._call)):
             kind = "class without __call__" if self.has_session else type(target).__name__

@@ -19,6 +19,7 @@ class RolloutSpec:
     resume_carried: bool = False  # resume the groups that the last training phase carried over
     phase: int = 0  # set by the driver, increases by one each phase
     seed: int | None = None  # of the run, with rollout.request_seeds
+    texts: bool = False  # whether rewards of the user may read `Trajectory.response_text`
     number: int = 0  # of the step, for the seeds of groups that begin in this phase; 0: evaluation
 
     @classmethod
@@ -30,6 +31,7 @@ class RolloutSpec:
             tail=settings.rollout.tail,
             resume_carried=True,
             seed=request_seed_of(settings),
+            texts=settings.reward.has_own,
             number=step,
         )
 
@@ -42,6 +44,7 @@ class RolloutSpec:
             sampling=SamplingParams(temperature=evaluation.temperature, max_new_tokens=most),
             max_assistant_turns=evaluation.max_assistant_turns or settings.agentloop.max_assistant_turns,
             seed=request_seed_of(settings),
+            texts=settings.reward.has_own,
         )
 
 

@@ -129,7 +129,7 @@ async def _own_loop(
     last = asyncio.timeout(user.deadline + 2 * _GRACE_S - time.monotonic())  # for what it has to close
     try:
         async with limit, last:
-            reward = await _until_ignored(loop(problem, dialogue), dialogue, last)
+            reward = await _until_ignored(loop(problem, dialogue, **user.code.arguments), dialogue, last)
         if limit.expired():  # it caught the deadline
             raise TimeoutError from asyncio.CancelledError()
     except BaseException as error:
@@ -245,6 +245,8 @@ def _check_environment(code: UserCode, target: Any, settings: dict[str, Any]) ->
         raise UserCodeError(f"{code.label} is a {kind}; an environment is a class with reset(problem) and step(text)")
     if abstract := sorted(getattr(target, "__abstractmethods__", ())):
         raise UserCodeError(f"{code.label} is an abstract class; write its {', '.join(abstract)}")
+    if code.arguments:
+        raise UserCodeError(f"{code.label}: arguments of an environment are agentloop.environment_settings")
     made: Any = target
     _check_call(code, target, (), settings, "agentloop.environment_settings")
     _check_call(code, made.reset, (None, None), {}, "reset(problem)")
@@ -258,7 +260,7 @@ def _check_environment(code: UserCode, target: Any, settings: dict[str, Any]) ->
 def _check_loop(code: UserCode, target: Any) -> None:
     if not inspect.iscoroutinefunction(target):
         raise UserCodeError(f"{code.label} is no async function; a loop is `async def loop(problem, dialogue)`")
-    if fault := misfit(target, "problem, dialogue", may_await=True):
+    if fault := misfit(target, "problem, dialogue", code.arguments, may_await=True):
         raise UserCodeError(f"{code.label} cannot be called with (problem, dialogue): {fault}")
 
 

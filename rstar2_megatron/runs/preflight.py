@@ -143,6 +143,12 @@ def algorithm_notes(settings: Settings) -> Iterator[str]:
             "reward.terms adds several rewards, and reward.positive_above=0 counts every sum above 0 as right, also that of a "
             "side reward alone; set it between the largest sum of a wrong answer and the smallest of a right one"
         )
+    answering = settings.agentloop.environment or settings.agentloop.loop
+    if answering and not any(term.function == "environment" for term in reward.weighted):
+        yield (
+            f"{answering.label} answers the turns, and no reward is what it gives; reward.function=environment, or such a "
+            "term, takes an environment's rewards or what a loop sets"
+        )
     corrected = algorithm.decoupled_loss or algorithm.importance_sampling_fix or has_rules(algorithm)
     if algorithm.max_staleness and algorithm.recompute_logprobs and not corrected:
         yield (

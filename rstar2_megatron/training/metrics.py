@@ -133,9 +133,14 @@ def rollout_metrics(groups: Sequence[Group], resampled: Sequence[ResampleResult]
         _put_mean(metrics, f"rollout/reward/{name}", [t.reward_terms[name] for t in usable if name in t.reward_terms])
     for kind, count in sorted(Counter(t.user_error for t in every if t.user_error).items()):
         metrics[f"rollout/user_code_errors/{kind}"] = count
-    for detail, count in sorted(Counter(t.grade_detail or "ungraded" for t in usable).items()):
-        metrics[f"rollout/grade/{detail}"] = count
+    for kind, count in sorted(Counter(_kind(t.grade_detail or "ungraded") for t in usable).items()):
+        metrics[f"rollout/grade/{kind}"] = count
     return metrics
+
+
+def _kind(detail: str) -> str:
+    """A judge's reason is a sentence, of which each would be a metric of its own."""
+    return detail if detail.isidentifier() and len(detail) <= 40 else "other"
 
 
 def _group_metrics(groups: Sequence[Group], resampled: Sequence[ResampleResult]) -> Metrics:

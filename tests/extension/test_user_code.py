@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from rstar2_megatron.extension.choice import own_function
 from rstar2_megatron.extension.user_code import FOLDERS, UserCode, UserCodeError, all_user_code
 
 SCORE = """
@@ -99,6 +100,22 @@ def test_code_runs_once_a_process(tmp_path: Path) -> None:
     assert (tmp_path / "once.ran").read_text() == "x"
 
 
+def test_files_that_import_each_other_are_one_module_each(tmp_path: Path) -> None:
+    """As in Python: state is shared, also by two entries of a YAML, and circles that Python can import are imported."""
+    write(tmp_path, "store_a.py", "STORE = {}\ndef put(x): STORE[x] = 1\n")
+    write(tmp_path, "more_a.py", "from store_a import STORE\ndef count(): return len(STORE)\n")
+    put, count = (read(name, tmp_path).load() for name in ("store_a.py:put", "more_a.py:count"))
+    put("x")
+    assert count() == 1
+    write(tmp_path, "circle_a.py", "import circle_b\ndef helper(): return 2\ndef f(): return circle_b.g()\n")
+    write(tmp_path, "circle_b.py", "import circle_a\ndef g(): return circle_a.helper()\n")
+    assert read("circle_a.py:f", tmp_path).load()() == 2
+    write(tmp_path / "other", "store_a.py", "def put(x): return 'of another folder'")
+    assert read("store_a.py:put", tmp_path / "other").load()("x") == "of another folder"
+    write(tmp_path, "random.py", "def f(): return 'not the standard one'")
+    assert read("random.py:f", tmp_path).load()() == "not the standard one"
+
+
 def test_a_saved_configuration_reads_its_copy(tmp_path: Path) -> None:
     """The file may change or go: what the run used is beside its configuration."""
     source = write(tmp_path / "user", "c.py", "def f(): return 1")
@@ -151,6 +168,31 @@ def test_missing_files_names_and_modules_get_the_nearest(tmp_path: Path) -> None
         read("rewards.py:scores", tmp_path).load()
     with pytest.raises(UserCodeError, match="has no 'zzzz'; it has json, score, other"):
         read("rewards.py:zzzz", tmp_path).load()
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("raise RuntimeError('no licence')", "pack_{}.mod cannot be imported: RuntimeError: no licence"),
+        ("import sys; sys.exit(4)", "pack_{}.mod cannot be imported: SystemExit: 4"),
+        ("import nothing_here_x", "pack_{}.mod cannot be imported: No module named 'nothing_here_x'"),
+    ],
+)
+def test_a_package_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, said: str) -> None:
+    name = f"{abs(hash(line)):x}"
+    write(tmp_path / f"pack_{name}", "__init__.py", line)
+    write(tmp_path / f"pack_{name}", "mod.py", "def score(): ...")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert said.format(name) in refusal(f"pack_{name}.mod:score")
+
+
+def test_own_functions_get_their_arguments(tmp_path: Path) -> None:
+    write(tmp_path, "scaled.py", "def f(rewards, valid, beta=1.0): return beta")
+    code = UserCode.model_validate({"reference": "scaled.py:f", "arguments": {"beta": 0.5}}, context={FOLDERS: [tmp_path]})
+    assert own_function("algorithm.adv_type", code, "rewards, valid")(0, 0) == 0.5
+    code.arguments = {"gamma": 1}
+    with pytest.raises(UserCodeError, match=r"called by \(rewards, valid, gamma=...\): got an unexpected keyword argument"):
+        own_function("algorithm.adv_type", code, "rewards, valid")
 
 
 def test_broken_code_is_told_with_its_line(tmp_path: Path) -> None:

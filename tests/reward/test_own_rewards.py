@@ -46,6 +46,15 @@ async def flaky(problem, trajectory):
         raise ConnectionError("the service is away")
     return Grade(1.0, "accepted", "42")
 
+async def stubborn(problem, trajectory):
+    while True:
+        try: return await asyncio.sleep(60)
+        except BaseException: await asyncio.sleep(0.05)
+async def zero_at_the_limit(problem, trajectory):
+    try: await asyncio.sleep(60)
+    except BaseException: return 0.0
+def scaled(problem, trajectory, factor): return factor
+def chars(data_source, solution_str, ground_truth, extra_info): return len(solution_str)
 async def slow_service(problem, trajectory): await asyncio.sleep(60)
 async def blocking(problem, trajectory): time.sleep(60)
 async def leaving(problem, trajectory): raise SystemExit(2)
@@ -191,6 +200,8 @@ async def test_verls_columns_are_what_verl_gives(tmp_path: Path) -> None:
     assert seen["extra_info"] == {"split": "train", **of_verl}
     function(Problem("q", PROBLEM.prompt, ["7", "8"], task="math"), attempt())
     assert (seen["data_source"], seen["ground_truth"], seen["extra_info"]) == ("math", ["7", "8"], of_verl)
+    function(Problem("q", PROBLEM.prompt, ["7"], extra={"extra_info": '{"level": 3}'}), attempt())  # of a csv file
+    assert seen["extra_info"] == {"level": 3, **of_verl}
 
 
 async def test_terms_are_weighted_and_logged_by_name(make: Any) -> None:
@@ -235,6 +246,7 @@ async def test_each_failure_drops_its_trajectory_with_the_reason(make: Any, tmp_
     line = FUNCTIONS.splitlines().index('        case 1: return {}["missing"]') + 1
     assert failed[1][1] == f"reward mine.py:by_index failed: {tmp_path}/mine.py:{line}, in by_index: KeyError: 'missing'"
     assert "gave nothing within reward.function_timeout_s=6" in failed[2][1]
+    assert failed[3][1].endswith("MemoryError; reward.function_memory_mb is the limit")
     assert "signal 11 ended its process" in failed[4][1]
     assert "returned the value nan; a reward is finite" in failed[5][1]
     assert "returned a value of type str" in failed[6][1]
@@ -291,6 +303,29 @@ async def test_whatever_a_function_raises_or_returns_drops_its_trajectory_alone(
         async with asyncio.timeout(30):
             (t,) = await graded(make(function=f"mine.py:{name}", function_retries=0), attempt())
         assert (t.user_error, t.reward) == (kind, None) and "mine.py" in t.error
+
+
+@pytest.mark.timeout(60)
+async def test_an_async_function_that_catches_its_end_is_left_behind(make: Any) -> None:
+    for name in ("stubborn", "zero_at_the_limit"):
+        (t,) = await graded(make(function=f"mine.py:{name}", function_timeout_s=0.2, function_retries=1), attempt())
+        assert (t.user_error, t.reward) == ("Timeout", None) and "reward.function_timeout_s=0.2, 2 times" in t.error
+
+
+async def test_each_term_may_have_arguments_of_its_own(make: Any) -> None:
+    function = {"reference": "mine.py:scaled", "arguments": {"factor": 3.0}}
+    terms = [{"name": "three", "function": function}, {"name": "calls", "function": "mine.py:calls"}]
+    (t,) = await graded(make(terms=terms), attempt())
+    assert t.reward_terms == {"three": 3.0, "calls": 3.0}
+    with pytest.raises(UserCodeError, match="missing a required argument: 'factor'"):
+        make(function="mine.py:scaled")
+
+
+async def test_verls_form_reads_what_was_decoded(make: Any) -> None:
+    t = attempt()
+    t.response_text = "x" * 7
+    (t,) = await graded(make(function="mine.py:chars"), t)
+    assert (t.reward, t.response_text) == (7.0, "")
 
 
 async def test_async_functions_are_tried_again(make: Any) -> None:

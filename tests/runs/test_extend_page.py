@@ -58,7 +58,7 @@ def test_the_algorithm_section(tmp_path: Path) -> None:
 def test_the_reward_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     text = PAGE.split("\n## Reward\n")[1].split("\n## ")[0]
     function, grader = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    (tmp_path / "my_reward.py").write_text(function + "\n\ndef tool_use(problem, trajectory):\n    return 0.0\n")
+    (tmp_path / "my_reward.py").write_text(function)
     monkeypatch.chdir(tmp_path)
     (commands,) = re.findall(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     try_out, run = (shlex.split(line) for line in commands.splitlines())

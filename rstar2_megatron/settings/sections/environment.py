@@ -38,7 +38,7 @@ RewardFunction = Annotated[str | UserCode, name_or_code("math", "environment")]
 class RewardTerm(Section):
     """One of several rewards that are added."""
 
-    name: str = Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
+    name: str = Field(pattern=r"^[^\W\d]\w*$")
     """Its mean is logged as rollout/reward/{name}."""
     function: RewardFunction
     weight: float = 1.0
@@ -82,6 +82,11 @@ class RewardSettings(Section):
     def has_math(self) -> bool:
         """Whether the built-in grader compares answers with solutions."""
         return any(term.function == "math" for term in self.weighted)
+
+    @property
+    def has_own(self) -> bool:
+        """Whether a function is the user's."""
+        return any(not isinstance(term.function, str) for term in self.weighted)
 
     @model_validator(mode="after")
     def _one_form(self) -> RewardSettings:
@@ -218,6 +223,11 @@ class AgentLoopSettings(Section):
         written = [name for name, text in pieces.items() if text is not None]
         if self.environment is not None and self.loop is not None:
             raise ValueError("environment and loop are both set; a loop of yours talks to its environment itself")
+        if self.environment_settings and self.environment is None:
+            raise ValueError(
+                "environment_settings are set and environment is not; a loop's are its arguments, loop: {reference: FILE:NAME, "
+                "arguments: {...}}"
+            )
         if self.chat_template is not None and written:
             raise ValueError(f"chat_template is the whole wording, and {', '.join(written)} are written too; set them to null")
         if self.chat_template is None and self.system_prompt is None and self.tool_call_format not in ("hermes", "auto"):
