@@ -12,14 +12,11 @@ from typing import Any
 import sympy
 from sympy import S
 
-from rstar2_megatron.reward.spelling import FUNCTIONS, UPRIGHT
+from rstar2_megatron.reward.spelling import FUNCTIONS, GREEK, UPRIGHT
 
 _CONSTANTS = {"\\pi": S.Pi, "e": S.Exp1, "i": S.ImaginaryUnit, "\\infty": S.Infinity}
-_GREEK = (
-    "alpha|beta|gamma|delta|(?:var)?epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau|(?:var)?phi|chi|psi|omega"
-)
 _SYMBOL = re.compile(
-    rf"[A-Za-z]|\\(?:(?i:{_GREEK})|ell|bound)|\S+\{{\S+\}}|[fghFGHPQ]\(.*\)"
+    rf"[A-Za-z]|\\(?:(?:var)?(?i:{GREEK})|ell|bound)|\S+\{{\S+\}}|[fghFGHPQ]\(.*\)"
 )  # the last: an accent, a subscript, f(x)
 _BRACKETS = {"(": ")", "[": "]", "{": "}", "\\{": "\\}", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil", "|": "|)"}
 _MEANING = {"\\lfloor": sympy.floor, "\\lceil": sympy.ceiling, "|": sympy.Abs}
@@ -298,7 +295,11 @@ def same_value(a: Any, b: Any) -> bool:
         raise Unreadable(f"{a} or {b} has no value")
     for x, y in pairs:
         if _differ(x, y):
-            decimals = [z for z in (a, b) if z.is_Rational and 10**20 % z.q == 0 and len(str(abs(z * 10**20)).rstrip("0")) > 5]
+            decimals = [
+                z
+                for z in (a, b)
+                if z.is_Rational and z.q > 1 and 10**20 % z.q == 0 and len(str(abs(z * 10**20)).rstrip("0")) > 5
+            ]
             return bool(decimals and not symbols and abs(x - y) <= _DECIMAL_TOLERANCE * abs(x))
     if symbols and (_bent(a) or _bent(b)):
         beside = _values(a, b, _edges(a, b, symbols, counts))

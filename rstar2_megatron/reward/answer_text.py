@@ -39,7 +39,7 @@ def last_boxed(text: str) -> str | None:
         elif match.group() == "}" and open_braces:
             brace = open_braces.pop()
             if boxes.get(brace, -1) > last:
-                last, content = boxes[brace], text[brace + 1 : match.start()].strip()
+                last, content = boxes[brace], text[brace + 1 : match.start()]
     return content
 
 

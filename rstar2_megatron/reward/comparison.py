@@ -19,7 +19,7 @@ _JOINTS = (",", "and", "or")
 _RELATIONS = ("=", "<", ">", "\\le", "\\ge", "\\ne", "\\in")
 _NAME = (  # x, \angle ABC, AB, \alpha, a_{n}, f(x), \text{cost}; \sin A, |AB|, \vec{a} \cdot \vec{b}, m + n, AB : BC
     rf"(?:[a-zA-Z]|\\angle [A-Z]{{1,3}}|[A-Z]{{2,3}}|\\(?!infty|pi)[a-z]+|\S+\{{\S+\}}|[a-zA-Z]\(\S*\)|{UPRIGHT}\w+|"
-    r"\\(?:sin|cos|tan) (?:[A-Z]|\\angle [A-Z]{1,3}|\\[a-z]+)|\| (?:z|[A-Z]{2}|\\vec\{\w+\}) \||"
+    r"\\(?:sin|cos|tan) (?:[A-Z]|\\angle [A-Z]{1,3}|\\[a-z]+)|\| (?:z|[A-Z]{1,2}|\\vec\{\w+\}) \||"
     r"[a-z](?: \^ \{ - 1 \}|(?: ')+)(?: \( \w \))?|\\frac \{ d\w? \} \{ d\w \}|\\frac \{ [A-Z]{2} \} \{ [A-Z]{2} \}|"
     r"\\vec\{\w+\} \\cdot \\vec\{\w+\}|[a-z](?: \+ [a-z])+|[A-Z]{2} : [A-Z]{2}|\\det [A-Z]|\\frac [a-z] ?[a-z]|"
     r"[a-z](?: : [a-z])+)"
@@ -29,7 +29,7 @@ _ROOTS = re.compile(r"(x|z|t|\\lambda)_\{\d(?:\}(?: , \1_\{\d\})+|,2\})")  # x_{
 _POINT = r"(?:[A-Z]{1,2}|[A-Z]_\S+|\\vec\S+)"
 _ORDERED = re.compile(rf"{_ROOTS.pattern} = |[^=]+ , [^=]+ = |{_POINT} = \(| = ")  # or no name
 _REWRITTEN = [  # one spelling for sets and inequalities: x \in and an interval
-    (r"\\\{ (?:\w|\w \\in \\mathbb\{R\}) (?:\||:) (.+) \\\}", r"\1"),
+    (r"\\?\{ (?:\w|\w \\in \\mathbb\{R\}) (?:\||:) (.+) \\?\}", r"\1"),
     (r"\{ ((?!.*\\choose).*) \}", r"\1"),
     (r"(?![CP] \( [kmnr] , \w \))([A-DMO-RT]) (\( [^()]+ , [^()]+ \))", r"\1 = \2"),  # a point; C(n, 2) is a count
     (r"\\mathbb\{R\}", r"( - \\infty , \\infty )"),
@@ -91,7 +91,7 @@ are equal even odd other any all wrong right false true correct incorrect permil
 pi bn doubled halved tripled quadrupled twice googol imaginary reciprocal opposite conjugate inverse power choose greater
 smaller larger times as excluded rejected reduced approximately rounded unknown exceeded impossible upward upwards
 wan remainder minimum maximum maybe perhaps almost unless because without except neither either both inclusive exclusive
-onwards something several few many couple double recurring repeating added subtracted increased decreased omitted folded
+binary octal hexadecimal fewer onwards something several few many couple double recurring repeating added subtracted increased decreased omitted folded
 repeated inverted negated rooted truncated estimated roughly nearly possibly probably barely hardly {NUMBER_WORDS}
 """
 _NO_UNITS = frozenset(_NO_UNIT_WORDS.split())
@@ -157,6 +157,8 @@ class Comparison:
         if kinds == {"cases"}:
             rows = [[_split(row, "&" if "&" in row else ",")[0] for row in part] for part in (ours, theirs)]
             return _match(rows[0], rows[1], lambda x, y: len(x) == len(y) and all(map(self.same, x, y)))
+        if kinds == {"()", f"{len(ours)} rows"}:  # a column
+            kinds = {"()"}
         return (len(kinds) == 1 or kinds == {",", "()"}) and len(ours) == len(theirs) and all(map(self.same, ours, theirs))
 
     def same_values(self, a: str, b: str) -> bool:
@@ -264,7 +266,7 @@ def _split(text: str, separators: Iterable[str]) -> tuple[list[str], list[str]]:
         depth -= token in (")", "]", "}", "\\}") or token.startswith("\\end")
         if depth or token not in separators:
             parts[-1].append(token)
-        elif parts[-1] or between[-1:] != [","] or token == ",":  # ", and" is one separator
+        else:
             parts.append([])
             between.append(token)
     return [" ".join(part) for part in parts], between
@@ -279,11 +281,15 @@ def _parts(text: str) -> tuple[str, list[str]]:
             return kind, [reading for element in elements for reading in _readings(element)]
     if without := re.fullmatch(r"\\mathbb\{R\} \\setminus \\\{ (.*) \\\}", text):
         return "without", [reading for element in _split(without[1], _JOINTS)[0] for reading in _readings(element)]
-    if matrix := re.fullmatch(r"[(\[]? ?\\begin\{([pbB]?matrix|smallmatrix|array|cases)\} (.*) \\end\{\1\} ?[)\]]?", text):
-        rows = [row for row in _split(matrix[2], ("\\\\",))[0] if row]
-        if matrix[1] == "cases":
-            return "cases", rows
-        return f"{len(rows)} rows", [entry for row in rows for entry in _split(row, ("&",))[0]]
+    if matrix := re.fullmatch(
+        r"((?:(?!\\begin)\S+ )*?)[(\[]? ?\\begin\{(p?matrix|smallmatrix|array|cases)\} ((?:(?!\\begin).)*) \\end\{\2\} ?[)\]]?",
+        text,
+    ):
+        rows = [row for row in _split(matrix[3], ("\\\\",))[0] if row]
+        if matrix[2] == "cases":
+            return ("cases", rows) if not matrix[1] else ("", [text])
+        entries = [entry for row in rows for entry in _split(row, ("&",))[0]]
+        return f"{len(rows)} rows", [f"( {matrix[1]}) ( {entry} )" for entry in entries] if matrix[1] else entries
     if text in ("\\emptyset", "\\{ \\}"):
         return "{}", []
     opening, *inner, closing = text.split() if " " in text else ("", "")
@@ -360,7 +366,7 @@ def choice(text: str) -> tuple[str, str] | None:
 
 def _words(text: str) -> list[str]:
     """The words of a text answer ("Monday", "no solution"); empty for anything else."""
-    is_text = _WORDS.fullmatch(text) and not is_product(text) and "and" not in text.split() and text[0] != "-"
+    is_text = _WORDS.fullmatch(text) and not any(map(is_product, text.split())) and "and" not in text.split() and text[0] != "-"
     words = re.findall("[a-z]+", text.casefold()) if is_text else []
     articles = ("a", "an", "the")  # before a word: the A of "Plan A" is none
     words = [word for word, after in zip(words, [*words[1:], ""]) if word not in articles or not after]

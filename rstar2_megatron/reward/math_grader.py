@@ -50,6 +50,11 @@ _TIMES = re.compile(
 )
 
 
+_UNIT_OF_ONE = re.compile(  # K, T, C, \\Omega, and Chinese words that are no multiples; alone they may be something else
+    r"(.*[\d}]) (?:(?:\\mu )?(?:\x01[A-Z]|\x01?\\?(?:Omega|AA))|(?:(?![万亿千百十半多余倍成折])[\u4e00-\u9fff] ?)+)"
+)
+
+
 def _forms(solution: str, answer: str) -> list[str]:
     """The solution, and without the percent sign, base, times or couples that it names where the answer names none.
 
@@ -59,4 +64,6 @@ def _forms(solution: str, answer: str) -> list[str]:
     if base and base[1].casefold() == compact(answer).casefold():
         return [answer]
     value, unit = split_unit(_TIMES.sub(" %", solution))
+    if (named := _UNIT_OF_ONE.fullmatch(solution)) and not re.search(r"\x01|[A-Za-z]$", answer):
+        return [solution, named[1]]
     return [solution, value] if unit == "%" and not split_unit(answer)[1] else [solution]

@@ -20,6 +20,8 @@ FUNCTIONS = frozenset(_NAMED.split())
 _SIGNS = {
     "−–‒﹣": "-", "×✕·⋅∙": "\\cdot ", "÷⁄": "/", "∞": "\\infty ", "≤≦⩽": "\\le ", "≥≧⩾": "\\ge ", "≠": "\\ne ", "√": "\\sqrt ",
     "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in ", "∅": "\\emptyset ", "°º˚": "\\deg ", "±": "\\pm ", "′’": "'", "″“”": '"',
+    "\u00a0\u2009\u202f\u2002\u2003": " ", "‐‑": "-", "℃": "^\\circ\\text{C}", "℉": "^\\circ\\text{F}", "㎝": "\\text{cm}",
+    "㎡": "\\text{m}^2", "⌊": "\\lfloor ", "⌋": "\\rfloor ", "⌈": "\\lceil ", "⌉": "\\rceil ",
     "。": ".", "…⋯": "\\ldots ", "、": ",", "∶": ":", "→": "\\to ", "⇒": "\\Rightarrow ", "∖": "\\setminus ", "∨": "\\lor ",
     "ℝ": "\\mathbb{R}", "ℤ": "\\mathbb{Z}", "ℕ": "\\mathbb{N}", "ℚ": "\\mathbb{Q}", "ℂ": "\\mathbb{C}",
     UPRIGHT + "\u200b\ufeff": "",
@@ -33,6 +35,7 @@ _SAME = {
     "\\to": "\\rightarrow \\longrightarrow", "\\Rightarrow": "\\implies \\Longrightarrow", "\\emptyset": "\\varnothing",
     "\\pmod": "\\mod \\bmod mod", "=": "\\equiv ≡",
     "\\ldots": "\\dots \\cdots \\dotsc \\dotsb ...", "\\setminus": "\\backslash \\smallsetminus", ",": "; where for with",
+    "\\epsilon": "\\varepsilon", "\\phi": "\\varphi", "\\cup": "\\bigcup", "\\cap": "\\bigcap",
     "\\infty": "infinity inf oo", "\\tan": "tg \\tg", "\\cot": "ctg \\ctg", "\\arctan": "arctg \\arctg", "\\arccot": "arcctg",
     "and": "\\land \\wedge 且 和", "or": "\\lor \\vee 或", "dollar": "\\$ $", "euro": "€", "pound": "£",
     "yen": "¥ ￥", "rupee": "₹", "cent": "¢",
@@ -55,7 +58,10 @@ _PHRASES = {  # by the sign that an answer in words stands for
 }
 
 _MARKDOWN = re.compile(r"(?<!\S)(\*\*\*|\*\*|__|[*_`])\s*([^*_`\s](?:[^`]*?[^*_`\s])?)\s*\1(?!\w)")
-_WRAPPING = r"(?:(text(?:bf|it|rm|sf|tt|normal)?|mathrm|mbox|operatorname\*?)|mathbf|mathit|boldsymbol|bm|boxed|fbox|underline)"
+_WRAPPING = (
+    r"(?:(text(?:bf|it|rm|sf|tt|up|normal)?|math(?:rm|sf|tt)|emph|mbox|operatorname\*?)|"
+    r"mathbf|mathit|boldsymbol|bm|boxed|fbox|underline)"
+)
 _WRAPPED = re.compile(rf"\\{_WRAPPING}\s*\{{((?:[^{{}}]|\{{[^{{}}]*\}})*)\}}")
 _FORMATTING = re.compile(
     r"(?<!\\)\\[()\[\],;:!>\s]|~|\\hspace\*?\s*\{[^{}]*\}|(?<=\\\\)\s*\[-?[\d.]+\s*[a-z]{2}\]|"
@@ -76,7 +82,7 @@ _DECIMAL_COMMA = re.compile(  # where no list can be: none has 05 or -0 in it
 _PART = r"\s*(?:[-+]\s*)?(?:\d+(?:,(?:\d\d?|\d{4,}))?|\d+\.\d+|\\infty)\s*"
 _OF_TWO = re.compile(rf"[(\[]{_PART};{_PART}[)\]]")  # (0,5; 2)
 _POWER_OF_TEN = re.compile(
-    r"(?<![\w.])(?:(\d+(?:\.\d+)?)e([+-]\d{2,3})|(1)e([+-]\d))(?![\w.^])"
+    r"(?<![\w.])(?:(\d+\.\d+(?=e[+-]?\d)|\d+(?=e[+-]?\d\d)|1(?=e[+-]))e([+-]?\d{1,3}))(?![\w.^])"
 )  # as Python prints it: 1e3 may be 3e
 _CHOOSE = re.compile(  # C_5^2; C_1^2 is a constant's square
     r"(?:\\mathrm\s*\{\s*C\s*\}|(?<![A-Za-z\\])C)\s*_\s*\{?\s*(\d*[nm]|[3-9]|\d\d)\s*\}?\s*\^\s*(?:\{\s*(\w+)\s*\}|(\d+|\w))"
@@ -86,7 +92,8 @@ _CHOOSE_BEFORE = re.compile(
     r"(?:\{\s*\})?[_^]\s*\{?\s*(\d+|n)\s*\}?\s*(?:\\mathrm\s*\{\s*C\s*\}|C)\s*_\s*(\{\s*)?(\w+)(?(2)\s*\})"
 )  # {}_5C_2
 _ACCENT = r"\\(?:overline|bar|vec|hat|tilde|mathcal|mathbb)"
-_BASE = r"(?:[A-Za-z]|\\(?:alpha|beta|gamma|delta|theta|lambda|mu|sigma|phi|omega))"
+GREEK = "alpha|beta|gamma|delta|epsilon|zeta|eta|theta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau|phi|chi|psi|omega|hbar"
+_BASE = rf"(?:[A-Za-z]|\\(?:var)?(?i:{GREEK}))"
 _ALONE = re.compile(rf"(?<!\\)\{{ (\w|(?!\\(?:frac|binom|{'|'.join(FUNCTIONS)}) )\\[a-z]+) \}}")
 _AROUND = re.compile(  # words before an answer; a full stop, a line's end, `only` or `for all x` behind it
     r"^(?:\x01?(?:the|final|correct|answer|option|choice|is) |[:=] )+|"
@@ -97,6 +104,7 @@ _TOKEN = re.compile(
     # a letter with its accent or subscript, the value of f
     rf"(?:{_ACCENT}(?![a-zA-Z])|{_BASE}\s*_)\s*(?:\{{[^{{}}]*\}}|\w)|"
     r"[fghFGHPQ]\s*\((?:\s*\w+\s*\)|[^()]*\)(?=\s*=))|"  # as a name; else its argument is a formula
+    r"^\s*[a-zTSVN]\s*\(\s*[A-Za-z](?:\s*,\s*[A-Za-z])*\s*\)(?=\s*=)|"  # x(t) = ..., u(x, t) = ...
     r"[ED]\s*\((?:[XY]|\\xi|\\eta)\)|"
     r"\\begin\s*\{array\}\s*\{[^{}]*\}|\\(?:begin|end)\s*\{\w+\*?\}|\\[A-Za-z]+|\\.|"
     r"\x01?(?:log|[A-Za-z]+(?!\s*_))|\x01?[A-Za-z]|"
@@ -154,6 +162,7 @@ def _spelled(token: str) -> str:
     token = re.sub(r"\s", "", token)
     if token.startswith("\\begin{array}"):
         return "\\begin{array}"
+    token = re.sub(r"^\\var(?=epsilon|phi)", r"\\", token)
     return re.sub(rf"^({_ACCENT}|\S+_)(\w)$", r"\1{\2}", token)
 
 
@@ -163,17 +172,20 @@ _CHARACTERS_TO_TEX: _Rules = [
     (re.compile("[⁰¹²³⁴-⁹⁺⁻ⁿ]+"), lambda m: f"^{{{_ascii(m[0])}}}"),
     (re.compile("[₀-₉₊₋]+"), lambda m: f"_{{{_ascii(m[0])}}}"),
     (re.compile("[¼-¾⅐-⅞]"), lambda m: "\\frac{" + _ascii(m[0]).replace("⁄", "}{") + "}"),
-    (_POWER_OF_TEN, lambda m: f"{m[1] or m[3]} \\cdot 10^{{{m[2] or m[4]}}}"),
+    (_POWER_OF_TEN, r"\1 \\cdot 10^{\2}"),
     (re.compile(r"(?<![A-Za-z\\])C\s*\^\s*(\{\s*\w+\s*\}|\w)\s*_\s*(\{\s*\w+\s*\}|\w)"), r"C_\2^\1"),
     (re.compile(r"(?<![A-Za-z\\])([ED])\s*\[\s*([XY]|\\xi|\\eta)\s*\]"), r"\1(\2)"),
     (_CHOOSE, r"\\binom{\1}{\2\3}"),
     (_ARRANGE, r"\\frac{(\1)!}{(\1-\2\3)!}"),
     (_CHOOSE_BEFORE, r"\\binom{\1}{\3}"),
     (re.compile(r"\\overrightarrow"), r"\\vec"),
+    (re.compile(r"\{\s*\\(?:rm|bf|it|sf|tt)(?![a-zA-Z])([^{}]*)\}"), r"\\mathrm{\1}"),
     (re.compile("(?<=[①-⑳])[, ]*(?=[①-⑳])"), ","),
     (re.compile("[α-ω]"), lambda m: f"\\{unicodedata.name(m[0]).split()[-1].lower()} "),
+    (re.compile("[ΓΔΘΛΞΠΣΦΨΩ]"), lambda m: f"\\{unicodedata.name(m[0]).split()[-1].title()} "),
 ]
 _IN_TEX: _Rules = [
+    (re.compile(r"\\(?:hat|vec)\s*\{?\s*(?:([ijk])(?![A-Za-z])|\\([ij])math(?![a-zA-Z]))\s*\}?"), r" \1\2 "),
     (_PRIMES, lambda m: (m[2] or "'").replace("\\prime", "'")),
     (_PERIOD, lambda m: f"{m[1].replace(',', '.')}\\overline{{{m[2]}}}"),
     (_DOTS, r"\\overline{\1\2\4}"),
@@ -187,7 +199,16 @@ _IN_TEX: _Rules = [
     (_ANGLE, _angle),
 ]
 _IN_TOKENS: _Rules = [
+    (re.compile(r"(?<=\\begin\{)[bB](?=matrix\})|(?<=\\end\{)[bB](?=matrix\})"), "p"),
+    (re.compile(rf"({UPRIGHT}[a-z]+) \.(?= \^)"), r"\1"),
+    (
+        re.compile(rf"(?<=[,\w}}]) (?:, )?([a-z]) {UPRIGHT}?is {UPRIGHT}?(?:an|any) {UPRIGHT}?integer$"),
+        r" , \1 \\in \\mathbb{Z}",
+    ),
+    (re.compile(rf" (?:, )?(?:{UPRIGHT}?any )?{UPRIGHT}?integers? ([a-z])$"), r" , \1 \\in \\mathbb{Z}"),
     (_ALONE, r"\1"),
+    (re.compile(r"(?<![_^] )(?<!\\)\{ (\x01\w+) \}"), r"\1"),
+    (re.compile(r"(?<=\s), (?=(?:,|and|or)\s)"), ""),
     (re.compile(r"& (?=[=<>] )|(?<= [=<>]) &"), ""),
     (re.compile(r" [.,] (?=& |\\\\ |\\end)"), " "),
     (re.compile(r"(?<=& )(?:(?:,|\x01?if|\x01?when) )+"), ""),  # before the condition of a case

@@ -518,7 +518,6 @@ PROBED_REFUSED = [
     ("1<x<2\\text{ or }x>5", "x>1 \\text{ and } x<2 \\text{ or } x>5"),
     ("\\sqrt{\\frac{2h}{g}}", "\\frac{\\sqrt{2gh}}{g}"),
     ("\\{x\\mid x<-2\\text{ or }x>4\\}", "\\{x: x<-2\\}\\cup\\{x: x>4\\}"),
-    ("\\begin{pmatrix}\\frac13\\\\[4pt]\\frac23\\end{pmatrix}", "\\frac13\\begin{pmatrix}1\\\\2\\end{pmatrix}"),
     ("f(n)=n+1", "f(x)=x+1"), ("n\\equiv 1,5\\pmod 6", "n\\equiv 5,1\\pmod 6"), ("5:12:13", "10:24:26"),
     ("1\\text{ h }20\\text{ min}", "1\\text{ hour }20\\text{ minutes}"), ("aBc", "Bac"), ("BIL", "BLI"), ("BIL", "ILB"),
     ("2d\\sin\\theta", "2\\sin\\theta\\cdot d"), ("e^2", "E^2"), ("\\frac{3}{4}", "Fraction(3, 4)"),

@@ -22,6 +22,7 @@ from tests.reward.fresh_pairs import FORM_PAIRS, FORM_REFUSED, FRESH_PAIRS, FRES
 from tests.reward.held_out_pairs import HELD_OUT_PAIRS, LATER_PAIRS
 from tests.reward.input_pairs import INPUT_PAIRS
 from tests.reward.later_pairs import REFUSED, SPELLED_PAIRS
+from tests.reward.notation_pairs import NOTATION_PAIRS
 from tests.reward.pairs import flat
 from tests.reward.probed_pairs import PROBED_PAIRS, PROBED_REFUSED, RULE_PAIRS
 
@@ -54,6 +55,7 @@ def children() -> set[int]:
 TABLES = {"pairs": flat(), **{kind: flat(rows) for kind, rows in INPUT_PAIRS.items()}, "held out": flat(HELD_OUT_PAIRS)}
 TABLES |= {"later": flat(LATER_PAIRS), "spelled": flat(SPELLED_PAIRS), "probed": flat(PROBED_PAIRS)}
 TABLES |= {"rules": flat(RULE_PAIRS), "fresh": flat(FRESH_PAIRS), "forms": flat(FORM_PAIRS), "reviewed": flat(REVIEWED_PAIRS)}
+TABLES |= {"notations": flat(NOTATION_PAIRS)}
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +74,7 @@ def graded(pool: GraderPool) -> dict[tuple[str, str], str]:
 
 def test_tables_of_pairs(graded: dict[tuple[str, str], str], capsys: pytest.CaptureFixture[str]) -> None:
     """No wrong answer is accepted. Few right ones are refused: none of the first table, which holds what is common."""
-    assert len(TABLES["pairs"]) >= 679 and sum(map(len, TABLES.values())) >= 9628
+    assert len(TABLES["pairs"]) >= 679 and sum(map(len, TABLES.values())) >= 10290
     refused: list[tuple[str, str]] = []
     for kind, table in TABLES.items():
         right = [graded[s, a] == CORRECT for s, a, equal in table if equal]
