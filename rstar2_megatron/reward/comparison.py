@@ -91,8 +91,9 @@ are equal even odd other any all wrong right false true correct incorrect permil
 pi bn doubled halved tripled quadrupled twice googol imaginary reciprocal opposite conjugate inverse power choose greater
 smaller larger times as excluded rejected reduced approximately rounded unknown exceeded impossible upward upwards
 wan remainder minimum maximum maybe perhaps almost unless because without except neither either both inclusive exclusive
-binary octal hexadecimal fewer onwards something several few many couple double recurring repeating added subtracted increased decreased omitted folded
-repeated inverted negated rooted truncated estimated roughly nearly possibly probably barely hardly {NUMBER_WORDS}
+onwards something several few many couple double recurring repeating added subtracted increased decreased omitted folded
+repeated inverted negated rooted truncated estimated roughly nearly possibly probably barely hardly binary octal hexadecimal
+fewer {NUMBER_WORDS}
 """
 _NO_UNITS = frozenset(_NO_UNIT_WORDS.split())
 _NUMERAL = re.compile(  # million, thirteen, fifty, and parts: eighths, thousandths
