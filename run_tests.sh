@@ -29,16 +29,16 @@ check() { # NAME COMMAND...
   status=1
   [ -n "$keep_going" ] || { echo "run_tests.sh: $1 failed, so pytest was not run (--keep-going runs it)" >&2; exit 1; }
 }
-check "ruff" $py -m ruff check .
-check "format ($py -m ruff format . mends it)" $py -m ruff format --check --quiet .
-check "mypy" $py -m mypy rstar2_megatron benchmarks
+check "ruff" "$py" -m ruff check .
+check "format ($py -m ruff format . mends it)" "$py" -m ruff format --check --quiet .
+check "mypy" "$py" -m mypy rstar2_megatron benchmarks
 check "imports" $venv/bin/lint-imports --no-logo
 # Each run of the program starts a dozen processes; with PYTHONDONTWRITEBYTECODE set, each would compile the project again.
-$py -m compileall -q rstar2_megatron tests
+"$py" -m compileall -q rstar2_megatron tests
 echo "== pytest"
 # Two processes, because tests of real parts wait as long as they compute. Tests of hours have the machine for themselves.
 processes=(-n 2)
 [ "$tier" != release ] || processes=()
-$py -m pytest --tier "$tier" "${processes[@]}" "${chosen[@]}" || status=1
+"$py" -m pytest --tier "$tier" "${processes[@]}" "${chosen[@]}" || status=1
 [ $status -eq 0 ] || echo "run_tests.sh: something above failed" >&2
 exit $status

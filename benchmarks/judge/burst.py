@@ -73,7 +73,7 @@ def service(workers: int) -> Iterator[tuple[str, Tree]]:
     """HTTP server, Redis and workers at default settings: URL and processes."""
     go_before_calls()  # Redis too: all "nodes" share this machine
     with RedisServer() as redis, namespaces(workers) as names, tempfile.TemporaryDirectory() as directory:
-        with Redis(port=redis.port) as client:
+        with Redis.from_url(redis.uri) as client:
             client.config_set("protected-mode", "no")
             client.config_set("bind", f"127.0.0.1 {NETWORK}.1")
         port_file = Path(directory) / "port.json"

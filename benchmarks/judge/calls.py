@@ -216,7 +216,7 @@ async def closed_loop(url: str, tree: Tree, case: str, clients: int, seconds: fl
 
 def alive_workers(redis: RedisServer) -> list[Any]:
     """The heartbeats of the workers that use this Redis."""
-    with Redis(port=redis.port) as client:
+    with Redis.from_url(redis.uri) as client:
         return list(client.scan_iter("*alive:*"))
 
 

@@ -30,7 +30,7 @@ from rstar2_megatron.settings.placement import visible_gpus
 from rstar2_megatron.settings.planning.batch import object_store_bytes
 from rstar2_megatron.settings.schema import ClusterSettings, Settings
 
-__all__ = ["MetricLogger", "TrainingCluster", "await_cluster", "check_progress"]  # two of them are RLinf's
+__all__ = ["TrainingCluster", "await_cluster", "check_progress", "start_loggers"]  # check_progress is RLinf's
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,17 @@ _OF_THIS_NODE = ("TMPDIR", "TORCHINDUCTOR_CACHE_DIR")  # paths that other nodes 
 
 class PlacementError(ValueError):
     """The YAML's placement does not fit the cluster."""
+
+
+def start_loggers(settings: Settings, config: DictConfig) -> MetricLogger:
+    """RLinf's loggers of `runner.logger`. Raises RuntimeError, with the remedy, for one that does not start."""
+    try:
+        return MetricLogger(config)
+    except Exception as error:  # of wandb or swanlab: no login, no network
+        raise RuntimeError(
+            f"runner.logger.logger_backends={settings.runner.logger.logger_backends} cannot start: {error}; for wandb export "
+            "WANDB_API_KEY, or WANDB_MODE=offline; for swanlab log in, or set runner.logger.swanlab_mode=offline"
+        ) from error
 
 
 def await_cluster(cluster: ClusterSettings) -> None:

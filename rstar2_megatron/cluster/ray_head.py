@@ -106,6 +106,7 @@ class RayHead:
                     f"--num-cpus={self.num_cpus}",
                     f"--object-store-memory={self.object_store_mb << 20}",
                     f"--temp-dir={self._directory}",
+                    f"--object-spilling-directory={parent}",  # where there is room, wherever the sockets are
                 ],
                 log,
                 env=env,

@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
         commands.go_before_calls()
         uvloop.install()
         asyncio.run(runners[arguments.command](arguments, limits))
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         print(f"judge: error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     return 0

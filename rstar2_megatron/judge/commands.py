@@ -26,7 +26,6 @@ from rstar2_megatron.services.redis_server import RedisServer, check_redis
 
 log = logging.getLogger("judge")
 _READY_TIMEOUT_S = 60.0
-_DEFAULT_REDIS = "redis://127.0.0.1:6379/0"
 _NICENESS = -10  # of the service's own processes
 _SLICE_S = 0.0001  # likewise: they interrupt a call as soon as they need a core
 
@@ -59,10 +58,14 @@ def _stop_event(arguments: argparse.Namespace) -> asyncio.Event:
 
 
 def _redis_of(arguments: argparse.Namespace) -> str:
-    """URI of a running Redis. Raises RedisUnavailable."""
-    uri = arguments.redis_uri or _DEFAULT_REDIS
+    """URI of a running Redis. Raises RedisUnavailable, or ValueError where none is named: the usual port's may be another's."""
+    uri = str(arguments.redis_uri or "")
+    if not uri:
+        raise ValueError(
+            "serve and worker share a running Redis: name it by --redis-uri or REDIS_URI, redis://:PASSWORD@HOST:6379/0"
+        )
     check_redis(uri)
-    return str(uri)
+    return uri
 
 
 async def run_worker(arguments: argparse.Namespace, limits: CallLimits) -> None:

@@ -6,14 +6,15 @@ The sandbox imports this file: standard library only.
 from __future__ import annotations
 
 import base64
+import contextlib
 import itertools
 import json
 import math
 import os
 import re
 import resource
-from collections.abc import Mapping
-from pathlib import PurePosixPath
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 MEGABYTE = 1 << 20
@@ -41,8 +42,23 @@ _COMPILE_TIME_S = 15.0  # added to the time limit of a C++ call
 
 
 def cores() -> int:
-    """Cores that this process may use, which a container may have less of than its machine."""
-    return len(os.sched_getaffinity(0))
+    """Cores that this process may use, which a container may have less of than its machine: by affinity, or by a quota."""
+    return max(min([len(os.sched_getaffinity(0)), *map(round, _quotas())]), 1)
+
+
+def _quotas() -> Iterator[float]:
+    """Cores that each control group around this process may use, where it has a quota (version 2, or the root of version 1)."""
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = (int(Path(f"/sys/fs/cgroup/cpu/cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+        if quota > 0:
+            yield quota / period
+    with contextlib.suppress(OSError):
+        own = next((line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::")), "/")
+        group = Path("/sys/fs/cgroup") / own.lstrip("/")
+        for place in (place for place in (group, *group.parents) if place.is_relative_to("/sys/fs/cgroup")):
+            with contextlib.suppress(OSError, ValueError):  # "max" is none
+                quota, period = map(int, (place / "cpu.max").read_text().split())
+                yield quota / period
 
 
 def default_permits() -> int:

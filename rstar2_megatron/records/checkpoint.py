@@ -164,4 +164,11 @@ def load_data_state(checkpoint: Path) -> dict[str, Any]:
     """The `data_state` that `save` got."""
     import torch  # here, as above
 
-    return torch.load(checkpoint / "data" / "data.pt", weights_only=False)
+    path = checkpoint / "data" / "data.pt"
+    try:
+        return torch.load(path, weights_only=False)
+    except Exception as error:  # whatever unpickling a damaged file raises
+        raise ValueError(
+            f"{path} cannot be read ({type(error).__name__}: {error}): it is damaged, or of another version of this project; "
+            "set runner.resume_dir to an earlier checkpoint, or to null to begin anew"
+        ) from error

@@ -149,6 +149,12 @@ def main(argv: list[str]) -> int:
     except ConfigError as e:
         print(f"error: {e}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # `| head`: what was asked for has been read
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as e:  # a place that cannot be read or written
+        print(f"error: {e.filename or 'a file'}: {e.strerror or e}", file=sys.stderr)
+        return 2
 
 
 def _run_recipe(recipes: list[str], arguments: argparse.Namespace) -> int:

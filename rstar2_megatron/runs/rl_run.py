@@ -15,7 +15,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from rstar2_megatron.algorithm.batch import TrainSequence, logprob_difference, train_sequence
-from rstar2_megatron.cluster.launch import MetricLogger, check_progress
+from rstar2_megatron.cluster.launch import check_progress, start_loggers
 from rstar2_megatron.cluster.phases.coordinator import RolloutCoordinator
 from rstar2_megatron.cluster.phases.server import DriverChannel
 from rstar2_megatron.cluster.tracing import StepProfiles, StepTraces
@@ -100,6 +100,8 @@ class RLRun(ClusterRun):
         settings, timeout = self.settings, self.settings.rollout.engine_start_timeout_s
         data = settings.data
         model = str(self.cached_sft.model) if self.cached_sft else settings.rollout.model.model_path
+        self.log = start_loggers(settings, self.cluster.config)
+        self._closing.callback(self.log.finish)
         self._say(f"starting {'the Code Judge, ' if settings.agentloop.needs_judge else ''}Ray and RLinf")
         self._closing.callback(self.judge.stop)
         self.judge.begin()
@@ -271,8 +273,6 @@ class RLRun(ClusterRun):
         Returns the last step, and the condition that ended the run early or "".
         """
         runner = self.settings.runner
-        log = MetricLogger(self.cluster.config)
-        self._closing.callback(log.finish)
         for step in range(done + 1, runner.max_steps + 1):
             earlier = self.files.metrics.rows()
             if runner.stop_when and (held := first_that_holds(runner.stop_when, earlier)):
@@ -308,7 +308,7 @@ class RLRun(ClusterRun):
                 self.files.append(step, row, result.groups, result.shown)
             print("\n".join([step_line(row), *(f"warning: {line}" for line in warnings)]), flush=True)
             self._export_step(row)
-            log.log({k: v for k, v in row.items() if k != "step"}, step)
+            self.log.log({k: v for k, v in row.items() if k != "step"}, step)
             self._stop_on_collapse(step, row)
         self._publish_checkpoint()
         return max(done, runner.max_steps), ""

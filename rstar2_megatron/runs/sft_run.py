@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from rstar2_megatron.cluster.launch import MetricLogger
+from rstar2_megatron.cluster.launch import start_loggers
 from rstar2_megatron.data.rows import DataError
 from rstar2_megatron.records import checkpoint
 from rstar2_megatron.records.checkpoint import load_data_state
@@ -130,6 +130,8 @@ class SFTRun(ClusterRun):
         return AutoTokenizer.from_pretrained(self.settings.rollout.model.model_path)
 
     def _start(self, model: str) -> None:
+        self.log = start_loggers(self.settings, self.cluster.config)
+        self._closing.callback(self.log.finish)
         self._say("starting Ray, RLinf and the actor")
         self.cluster.start()
         self.signals.install()
@@ -138,8 +140,6 @@ class SFTRun(ClusterRun):
         address = self.actor.call("rendezvous_address", timeout_s=timeout, ranks=[0])[0]
         parameters = self.ask_actor("initialize", model, address, self.cluster.device)[0]
         self._say(f"ready: {parameters / 1e6:.2f} M parameters on {len(self.actor)} actor ranks")
-        self.log = MetricLogger(self.cluster.config)
-        self._closing.callback(self.log.finish)
         self._lap = time.perf_counter()
 
     def _after(self, done: int, steps: list[Metrics], phase: SFTPhaseSettings) -> None:

@@ -1,4 +1,6 @@
-"""A Redis server for this run, started on loopback from the machine's or the environment's binary.
+"""A Redis server for this run, on a socket in a directory of its own, from the machine's or the environment's binary.
+
+A port on loopback would be open to every account of the machine, and Redis writes files where it is told to.
 
 The append-only file lets a restart keep the data. `stop()` ends the server and removes its directory. When the starting
 process dies without `stop()`, the kernel ends the server, and the next start removes the directory.
@@ -9,6 +11,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -16,14 +19,16 @@ import redis
 
 from rstar2_megatron.services.owned_directory import make_owned_directory
 from rstar2_megatron.services.parent_death import die_with_parent
-from rstar2_megatron.services.process import end_child, free_port
+from rstar2_megatron.services.process import end_child
 
 _PREFIX = "rstar2-redis-"
 _START_TIMEOUT_S = 20.0
+_SOCKET = "redis.sock"
+_LONGEST = 107 - len(f"/{_PREFIX}abcdefgh/{_SOCKET}")  # of a directory for a Unix socket
 
 
 class RedisUnavailable(RuntimeError):
-    """No Redis binary, no answer, or a taken port; the message names the remedy."""
+    """No Redis binary, or no answer; the message names the remedy."""
 
 
 def find_redis_server() -> str:
@@ -51,47 +56,45 @@ def check_redis(uri: str) -> None:
         client.ping()
     except redis.RedisError as error:
         raise RedisUnavailable(
-            f"no Redis answers at {uri} ({error}): start it there, correct the URI, "
-            "or leave the URI out to have one started on loopback"
+            f"no Redis answers at {uri} ({error}): start it there, correct the URI, or leave the URI out to have one started"
         ) from None
     finally:
         client.close()
 
 
 class RedisServer:
-    """One private redis-server on 127.0.0.1.
+    """One private redis-server for the processes of this user on this machine.
 
     Start it from the main thread, because the kernel ends the server when the starting thread ends.
     """
 
-    def __init__(self, port: int = 0) -> None:
-        self.port = port
+    def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
         self.directory: Path | None = None
 
     @property
     def uri(self) -> str:
-        return f"redis://127.0.0.1:{self.port}/0"
+        return f"unix://{self.directory}/{_SOCKET}?db=0"
 
     def start(self) -> RedisServer:
         """Start and wait for the first answer. Raises RedisUnavailable."""
         binary = find_redis_server()
-        if self.port == 0:
-            self.port = free_port()
-        self.directory = make_owned_directory(_PREFIX)
+        parent = tempfile.gettempdir()
+        self.directory = make_owned_directory(_PREFIX, parent if len(parent) <= _LONGEST else "/tmp")
         self._launch(binary)
         return self
 
     def restart(self) -> None:
-        """Start again on the same port and data (after a crash)."""
+        """Start again on the same socket and data (after a crash)."""
         self._end()
         self._launch(find_redis_server())
 
     def _launch(self, binary: str) -> None:
         assert self.directory is not None
         log = self.directory / "redis.log"
-        command = [binary, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.directory)]
-        command += ["--appendonly", "yes", "--appendfsync", "everysec", "--save", "", "--logfile", str(log)]
+        command = [binary, "--port", "0", "--unixsocket", str(self.directory / _SOCKET), "--unixsocketperm", "700"]
+        command += ["--dir", str(self.directory), "--logfile", str(log)]
+        command += ["--appendonly", "yes", "--appendfsync", "everysec", "--save", ""]
         command += ["--maxclients", "4000", "--tcp-backlog", "511", "--daemonize", "no"]
         self.process = subprocess.Popen(
             command,
@@ -101,11 +104,10 @@ class RedisServer:
             start_new_session=True,  # a Ctrl-C at the terminal must not end it before those that use it
         )
         deadline = time.monotonic() + _START_TIMEOUT_S
-        with redis.Redis(port=self.port, socket_timeout=2.0, socket_connect_timeout=2.0) as client:
+        with redis.Redis.from_url(self.uri, socket_timeout=2.0) as client:
             while True:
                 try:
-                    if client.info("server").get("process_id") != self.process.pid:
-                        self._fail(f"port {self.port} is taken by another Redis", log)
+                    client.ping()
                     return
                 except redis.RedisError as error:
                     if self.process.poll() is not None:
@@ -117,7 +119,9 @@ class RedisServer:
     def _fail(self, what: str, log: Path) -> None:
         tail = log.read_text(errors="replace")[-500:] if log.exists() else ""
         self.stop()
-        raise RedisUnavailable(f"Redis on 127.0.0.1:{self.port}: {what}; choose another port\n{tail}".rstrip())
+        raise RedisUnavailable(
+            f"{find_redis_server()}: {what}; give a running one, tools.codejudge.redis_uri or --redis-uri\n{tail}"
+        )
 
     def _end(self) -> None:
         if self.process is not None:

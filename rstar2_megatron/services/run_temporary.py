@@ -19,7 +19,8 @@ class RunTemporary:
     def __init__(self) -> None:
         before = tempfile.gettempdir()
         self._before = os.environ.get("TMPDIR")
-        self.path = make_owned_directory("rs2-")
+        # Engines make Unix sockets below it, whose paths have at most 107 characters.
+        self.path = make_owned_directory("rs2-", before if len(f"{before}/rs2-abcdefgh/tmpabcdefgh") <= 107 else "/tmp")
         self.path.chmod(0o711)  # programs of the judge run below it with other user ids
         # This cache should survive the run, so it stays in the previous temporary directory. A user's name would be torch's
         # own way, and a user of a container may have none.

@@ -77,7 +77,7 @@ def load(config: str, overrides: Sequence[str] = (), *, folder: Path | None = No
     holds. folder: where relative paths count from first, in place of the YAML's own directory. Raises ConfigError.
     """
     directory, name = find_config(config)
-    overrides = [_HOME.sub(str(Path.home()), word) for word in overrides]
+    overrides = [_HOME.sub(lambda _: str(Path.home()), word) for word in overrides]
     data = _compose(directory, name, overrides)
     origins = origins_of(directory, name, overrides, CONFIG_DIR)
     folders = [folder or directory, users_path(".").resolve()]

@@ -6,8 +6,8 @@ temporary=/tmp/ray-$SLURM_JOB_ID # the same on every node: Ray takes the head's.
 trap 'kill $(jobs -p); cp -r "$temporary/session_latest/logs" "$logs/$SLURMD_NODENAME.ray"; rm -rf "$temporary"' EXIT
 trap exit TERM
 mkdir -p "$temporary"
-redis=redis://:$JUDGE_TOKEN@$head:$((port + 1))/0
-judge() { "$venv/bin/python" -m rstar2_megatron.judge "$@" --redis-uri "$redis"; }
+export REDIS_URI=redis://:$JUDGE_TOKEN@$head:$((port + 1))/0 # ps shows arguments to every account
+judge() { "$venv/bin/python" -m rstar2_megatron.judge "$@"; }
 
 if [ "$RSTAR2_JUDGE" = all ]; then
   if [ "$SLURM_NODEID" = 0 ]; then

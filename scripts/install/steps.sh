@@ -27,7 +27,8 @@ at_least() { [ "$(printf '%s\n%s\n' "$2" "$1" | sort -V | head -n 1)" = "$2" ]; 
 
 # Sets `uv`: the system's, or one that pip puts into a folder beside the environment.
 find_uv() {
-  local folder=$home/.cache/uv pin
+  local folder=$home/.cache/uv pin cache=${UV_CACHE_DIR:-${XDG_CACHE_HOME:-${HOME:-/}/.cache}/uv}
+  mkdir -p "$cache" 2>/dev/null && [ -w "$cache" ] || export UV_CACHE_DIR=$home/.cache/uv-cache # a HOME that cannot be written
   uv=$(command -v uv || true)
   [ -z "$uv" ] || ! at_least "$("$uv" --version | cut -d ' ' -f 2)" 0.8 || return 0
   uv=$folder/bin/uv pin=$(grep -E '^uv==' requirements/constraints.txt)

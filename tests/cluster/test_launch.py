@@ -143,10 +143,10 @@ def test_cpu_slots_come_before_the_gpus_of_a_machine(monkeypatch: pytest.MonkeyP
     assert first([])[0] == 8
 
 
-@pytest.mark.parametrize(("address", "mode"), [("", "disabled"), ("10.0.0.1:6379", "None")])
-def test_authentication_is_off_only_for_the_private_head(address: str, mode: str) -> None:
-    program = "import os, rstar2_megatron.cluster; print(os.environ.get('RAY_AUTH_MODE'))"
-    environment = {k: v for k, v in os.environ.items() if k not in ("RAY_AUTH_MODE", "RAY_ADDRESS")}
+@pytest.mark.parametrize(("address", "mode"), [("", "token 64"), ("10.0.0.1:6379", "None 0")])
+def test_the_private_head_asks_for_a_token_of_its_own(address: str, mode: str) -> None:
+    program = "import os, rstar2_megatron.cluster; e = os.environ.get; print(e('RAY_AUTH_MODE'), len(e('RAY_AUTH_TOKEN', '')))"
+    environment = {k: v for k, v in os.environ.items() if k not in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_ADDRESS")}
     environment |= {"RAY_ADDRESS": address} if address else {}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert done.stdout.strip() == mode, done.stderr

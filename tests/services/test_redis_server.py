@@ -24,16 +24,27 @@ def test_data_survives_a_crash_and_stop_leaves_nothing() -> None:
         server.restart()
         with redis.Redis.from_url(server.uri) as client:
             assert client.get("kept") == b"yes"
-            assert client.config_get("bind")["bind"] == "127.0.0.1"
+            assert client.config_get("port")["port"] == "0"  # no other account reaches it
+        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     assert not directory.exists() and not server.alive()
     with pytest.raises(RedisUnavailable, match="no Redis answers"):
         check_redis(server.uri)
     server.stop()  # a second time does nothing
 
 
-def test_taken_port_is_named() -> None:
-    with RedisServer() as first, pytest.raises(RedisUnavailable, match=f"{first.port}.*choose another port"):
-        RedisServer(first.port).start()
+def test_a_long_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (long := tmp_path / ("x" * 90)).mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    with RedisServer() as server:
+        check_redis(server.uri)
+
+
+def test_a_server_that_ends_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "redis-server").write_text("#!/bin/sh\nexit 7\n")
+    (tmp_path / "redis-server").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(RedisUnavailable, match=r"redis-server ended with code 7; give a running one"):
+        RedisServer().start()
 
 
 @pytest.mark.parametrize("uri", ["redis://127.0.0.1:9/0", "not-a-uri"])

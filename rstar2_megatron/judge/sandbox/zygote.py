@@ -288,6 +288,7 @@ def launch(control_fd: int, slots: int, sessions: int, scratch: str) -> int:
     `scratch` holds the calls' directories where there is no private tmpfs.
     """
     die_with_parent(signal.SIGTERM)
+    os.umask(0o022)  # calls of other user ids must be able to enter what is mounted for them
     # What who started the judge ignores (nohup: SIGHUP; RLinf's driver: SIGUSR1), a program would ignore too.
     for number in signal.valid_signals() - {signal.SIGPIPE, signal.SIGXFSZ}:  # Python's own
         if signal.getsignal(number) is signal.SIG_IGN:
