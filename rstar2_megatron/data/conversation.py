@@ -22,9 +22,11 @@ _THINK = re.compile(r"</?think>")
 _READ = frozenset({"role", "content", "id", "name", "tool_call_id"})  # the last three are not written for a model
 _ASSISTANTS = _READ | {"reasoning_content", "tool_calls"}
 _RENDERED = re.compile(  # not the HTML <s>, nor a question about [INST]
-    r"(?s)\s*(?:<\|(?:im_start|begin_of_text|start_header_id)\|>|<(?:s|bos)>\s*(?=\[I|<[|s])|<start_of_turn>|\[INST\](?=.*\[/INST))"
+    r"(?s)\s*(?:<\|(?:im_start|begin_of_text|start_header_id|system|user|start)\|>|\[gMASK\]|<\uff5c\w|"
+    r"<(?:s|bos)>\s*(?=\[I|<[|s])|<start_of_turn>|\[INST\](?=.*\[/INST))"
 )
 _DRESSED = re.compile(r"\s*<tool_response>((?:(?!</?tool_response>).)*)</tool_response>\s*", re.DOTALL)
+_RESPONSES = re.compile(r"\s*<tool_response>.*</tool_response>\s*", re.DOTALL)
 _NUL = re.compile("\0")
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 
@@ -103,6 +105,8 @@ def read_message(raw: Any) -> Message:
     call_id = _id(raw, "tool_call_id") if role == "tool" else ""
     if role == "tool" and (dressed := _DRESSED.fullmatch(text)):  # as it is rendered
         text = dressed[1].strip()
+    elif role in ("tool", "user") and _RESPONSES.fullmatch(text):
+        raise ValueError("writes <tool_response> itself; write each result as a message of its own, with the role tool")
     message = Message(role, text, reasoning if reasoning.strip() else "", tuple(map(read_call, calls)), call_id)
     whole = "\n".join([text, reasoning, *(call.body for call in message.calls)]) if assistant else text
     if fault := unreadable(whole, CONTROL if assistant else _NUL):  # the others' texts are not trained: logs, pages of a PDF

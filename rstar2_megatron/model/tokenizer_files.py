@@ -58,7 +58,22 @@ def directory_problems(
     directory: Path, model: ModelConfig, chat_template: str | None, tool_call_format: str = "hermes"
 ) -> list[str]:
     """What is wrong with the weights; else with the tokenizer, and its turns in conversations by `chat_template`."""
-    return [*weight_problems(directory, model)] or [*tokenizer_problems(directory, model, chat_template, tool_call_format)]
+    return (
+        [*weight_problems(directory, model)]
+        or [*tokenizer_problems(directory, model, chat_template, tool_call_format)]
+        or [*_unread_tokenizer(directory / "tokenizer.json")]
+    )
+
+
+def _unread_tokenizer(path: Path) -> Iterator[str]:
+    """That of a newer tokenizers than the installed one, or a damaged one."""
+    import tokenizers  # here: a plan without a model's directory needs none
+
+    if path.is_file():
+        try:
+            tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # its own type
+            yield f"{path} cannot be read by tokenizers {tokenizers.__version__} ({error}); {AGAIN}, by this version"
 
 
 def tokenizer_problems(

@@ -179,10 +179,10 @@ def _problems(directory: Path, model: ModelConfig, values: bool) -> Iterator[str
             f"{directory} has no tensor {missing[0]}{more}, which its config.json asks for; the checkpoint is of another model "
             f"or incomplete{tie}"
         )
-    if (rows := tensors["model.embed_tokens.weight"].shape[0]) != model.vocab_size:
+    if (rows := tensors["model.embed_tokens.weight"].shape[:1]) not in ((), (model.vocab_size,)):
         yield (
-            f"{directory / 'config.json'}: vocab_size={model.vocab_size}, but model.embed_tokens.weight has {rows} rows; set "
-            f"vocab_size={rows} or take the config.json of this model"
+            f"{directory / 'config.json'}: vocab_size={model.vocab_size}, but model.embed_tokens.weight has {rows[0]} rows; "
+            f"set vocab_size={rows[0]} or take the config.json of this model"
         )
     for name, tensor in tensors.items():
         if tensor.shape != wanted.get(name) and not _ignored(name, wanted):
@@ -203,10 +203,17 @@ def _problems(directory: Path, model: ModelConfig, values: bool) -> Iterator[str
 def _not_finite(tensors: list[StoredTensor]) -> Iterator[str]:
     whole = sum(file.stat().st_size for file in {tensor.file for tensor in tensors}) <= _READ_WHOLE
     some = [*tensors[:: -(-len(tensors) // _SAMPLED)], tensors[-1]]  # embedding and head are the first and the last
+    looked, zeros = 0, []
     for tensor in tensors if whole else some:
-        exponent = _FLOATS[tensor.dtype][1]
-        if any(((bits & exponent) == exponent).any() for bits in tensor.bits(whole=whole)):
-            yield f"{tensor.file}: {tensor.name} holds {NOT_FINITE}"
+        exponent, filled = _FLOATS[tensor.dtype][1], False
+        for bits in tensor.bits(whole=whole):
+            if ((bits & exponent) == exponent).any():
+                yield f"{tensor.file}: {tensor.name} holds {NOT_FINITE}"
+            filled = filled or bool(bits.any())
+        looked += len(tensor.shape) == 2
+        zeros += [tensor] if len(tensor.shape) == 2 and not filled else []
+    if 2 * len(zeros) > looked:  # some methods add a few such matrices
+        yield f"{zeros[0].file}: {zeros[0].name} and {len(zeros) - 1} more of {looked} matrices are zeros alone; fetch it again"
 
 
 def _ignored(name: str, wanted: dict[str, tuple[int, ...]]) -> bool:
@@ -230,7 +237,7 @@ def weight_notes(directory: Path, model: ModelConfig, precision: str) -> Iterato
             f"{head.file}: lm_head.weight is another head than the embedding and is ignored, because config.json ties the two; "
             "set tie_word_embeddings=false there to use it"
         )
-    others = [name for name in tensors if _ignored(name, wanted) and not re.search("lm_head|rotary_emb", name)]
+    others = [name for name in tensors if _ignored(name, wanted) and not re.search("lm_head.weight|rotary_emb", name)]
     if others:
         yield f"{tensors[others[0]].file}: {', '.join(others[:3])} ({len(others)} tensors) is no part of the model, and ignored"
     unread = {file.name for file in directory.glob("*.safetensors")} - {file.name for file in weight_files(directory)}

@@ -20,6 +20,9 @@ from rstar2_megatron.rollout.tool_call import CLOSE, OPEN, CallStatus, parse_too
 from rstar2_megatron.tools import tool_name
 
 Segments = list[tuple[str, int]]
+_FOREIGN_CALL = re.compile(
+    r"<functioncall>|\[TOOL_CALLS\]|<function=\w|<\uff5ctool"
+)  # Glaive's, Mistral's, Qwen3-Coder's, DeepSeek's
 _KEYS = ("segments", "messages", "system", "system_prompt", "functions", "chat_template_kwargs")
 
 
@@ -68,10 +71,15 @@ def _in_order(messages: list[Message]) -> list[Message]:
             number = len(ordered) + 1
             if not any(message.role == "assistant" for message in ordered):
                 raise ValueError(f"message {number} of {len(messages)} is a tool's result, and no call stands before it")
-            calls = [call.call_id for call in ordered[-1].calls]
-            if len(calls) > 1 and all(calls) and all(one.call_id for one in members):
-                if lost := next((one.call_id for one in members if one.call_id not in calls), ""):
+            calls, results = [call.call_id for call in ordered[-1].calls], [one.call_id for one in members]
+            if len(calls) > 1 and all(calls) and all(results):
+                if lost := next((one for one in results if one not in calls), ""):
                     raise ValueError(f"message {number} of {len(messages)}: no call before it has the tool_call_id {lost!r}")
+                if sorted(results) != sorted(calls):
+                    raise ValueError(
+                        f"message {number} of {len(messages)}: the calls before it have the ids {', '.join(calls)}, "
+                        f"the results {', '.join(results)}; each call has one result"
+                    )
                 members.sort(key=lambda one: calls.index(one.call_id))
         ordered += members
     return ordered
@@ -95,7 +103,9 @@ def _checked(message: Message, tools: list[dict[str, Any]], specials: re.Pattern
             named = written.status is CallStatus.UNKNOWN_TOOL and written.name
             if not written.valid and not (named and not tools):  # without tools every name is unknown
                 raise ValueError(f"writes a call that a rollout refuses: {written.message}")
-    elif message.role == "assistant" and is_call_as_text(message.content, map(tool_name, map(schema_of, tools))):
+    elif message.role == "assistant" and (
+        _FOREIGN_CALL.search(said) or is_call_as_text(message.content, map(tool_name, map(schema_of, tools)))
+    ):
         raise ValueError(f"writes a call in its text that is not between {OPEN} and {CLOSE}, which a rollout would not run")
     return message
 

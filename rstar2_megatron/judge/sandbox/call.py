@@ -131,7 +131,16 @@ class Runner:
             for fd in descriptors[1:]:
                 os.fchown(fd, self.layers.uid_base + self.slot, -1)
         memory_bytes = self.limits.memory_mb * MEGABYTE
-        program = Program(job["type"], job["solution"], job.get("files"), has_input, self.directory, cpu_seconds, memory_bytes)
+        program = Program(
+            job["type"],
+            job["solution"],
+            job.get("files"),
+            has_input,
+            self.directory,
+            cpu_seconds,
+            memory_bytes,
+            job.get("shows", True),
+        )
         try:
             start(program, descriptors)
         finally:

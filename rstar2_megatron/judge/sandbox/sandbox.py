@@ -33,6 +33,7 @@ class Program(NamedTuple):
     directory: str  # working directory
     cpu_seconds: int  # -1: no limit
     memory_bytes: int  # of address space, beyond that at its start
+    shows: bool = True  # the value of a last bare expression, where nothing was printed
 
 
 def oom_score_steps() -> tuple[list[Step], list[Step]]:
@@ -151,7 +152,7 @@ class Sandbox:
         # No target is a later source: the pipe's writer is above 3, because its reader was opened first.
         for target, source in enumerate(descriptors):
             os.dup2(source, target)
-        kind, source, files, _, directory, cpu_s, memory_bytes = program
+        kind, source, files, _, directory, cpu_s, memory_bytes, _ = program
         memory = self.address_space + memory_bytes
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + (cpu_s >= 0)))  # SIGXCPU, a second later SIGKILL
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
@@ -165,7 +166,7 @@ class Sandbox:
 
     def _run(self, program: tuple[Any, ...]) -> int:
         """Run the program. Returns its exit code; C++ programs and live interpreters do not return."""
-        kind, source, _, has_input, directory, cpu_s, _ = program
+        kind, source, _, has_input, directory, cpu_s, _, shows = program
         if directory != sys.path[0]:  # without a private tmpfs
             sys.path[0] = os.environ["HOME"] = os.environ["TMPDIR"] = directory
             sys.modules["__main__"].__file__ = f"{directory}/{snippet.FILE_NAME}"
@@ -176,7 +177,7 @@ class Sandbox:
         snippet.reseed()
         if self.live:
             snippet.serve_cells(socket.socket(fileno=_CHANNEL), self.counter)
-        return snippet.run_program(source, self.counter)
+        return snippet.run_program(source, self.counter, shows)
 
     def _warm_up(self) -> None:
         """Go through a call here, with arguments that change nothing.
@@ -190,7 +191,16 @@ class Sandbox:
         self.steps = [("no system call", -1, linux.system_call, (-1,))] * 10
         with snippet.descriptors_of_a_call():
             for source in ("import math\nx = 3\nprint(x + 1)", "1 + 1") * WARMUPS:
-                program = ("python", source, None, False, CALL_DIRECTORY, cpu_s - (cpu_s > 0), memory - self.address_space)
+                program = (
+                    "python",
+                    source,
+                    None,
+                    False,
+                    CALL_DIRECTORY,
+                    cpu_s - (cpu_s > 0),
+                    memory - self.address_space,
+                    True,
+                )
                 self._enter(program, (0, 1, 2))
                 snippet.new_main_module(None)
                 self._run(program)

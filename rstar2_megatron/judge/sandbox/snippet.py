@@ -11,6 +11,7 @@ import __future__
 import _ast
 import atexit
 import base64
+import builtins
 import contextlib
 import gc
 import io
@@ -34,6 +35,7 @@ FILE_NAME = "source.py"
 # Bytes of a cell's program, its files as JSON; its standard input is a descriptor.
 CELL_HEADER = struct.Struct("<II")
 CELL_DONE = struct.Struct("<i")  # its exit code
+_LAST_FRAMES = -1000  # a text of all of a deep recursion would take longer than the call
 _replaced_streams: list[Any] = []  # kept alive: closing them would cost each call another 0.15 ms
 _FUTURES = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)  # one bit each
 
@@ -78,8 +80,9 @@ def make_streams() -> CountingFile:
         counter = CountingFile(1, "w", closefd=False)
         buffers = io.BufferedWriter(counter), io.BufferedWriter(io.FileIO(2, "w", closefd=False))
         out, err = (io.TextIOWrapper(buffer, encoding="utf-8", errors="backslashreplace") for buffer in buffers)
-        for stream in (out, err):
+        for stream, name in ((out, "<stdout>"), (err, "<stderr>")):
             stream.reconfigure(line_buffering=True)  # what ends a call from outside leaves no time to write
+            _name(stream, name, "w")
     sys.stdout = sys.__stdout__ = out  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = err  # type: ignore[misc]
     return counter
@@ -89,6 +92,13 @@ def use_input() -> None:
     """Make the stream of standard input anew: that of `make_streams` is for the null device, not for a file."""
     file = io.BufferedReader(io.FileIO(0, "r", closefd=False))
     sys.stdin = sys.__stdin__ = io.TextIOWrapper(file, encoding="utf-8", errors="replace")  # type: ignore[misc]
+    _name(sys.stdin, "<stdin>", "r")
+
+
+def _name(stream: Any, name: str, mode: str) -> None:
+    """As Python's own streams are: headers for fast input and output read both."""
+    stream.mode = mode
+    stream.buffer.raw.name = name
 
 
 def compile_by_line(source: str, file_name: str) -> tuple[types.CodeType | None, types.CodeType | None] | None:
@@ -128,10 +138,10 @@ def _print_exception(error: BaseException) -> int:
     while frame is not None and frame.tb_frame.f_code.co_filename == __file__:
         frame = frame.tb_next
     try:
-        if sys.excepthook is sys.__excepthook__:
-            traceback.print_exception(type(error), error, frame)
-        else:
-            sys.excepthook(type(error), error, frame)
+        if sys.excepthook is sys.__excepthook__ and not hasattr(sys.modules.get("__main__"), "__file__"):  # a session's cell
+            traceback.print_exception(type(error), error, frame, limit=_LAST_FRAMES)
+        else:  # Python's own, in C, suggests names, and prints the last 1,000 frames of an endless recursion
+            sys.excepthook(type(error), error.with_traceback(frame), frame)
     except SystemExit as stop:
         return _exit_code(stop)
     except BaseException:  # a hook or a __str__ that raises, or no memory left for the text
@@ -154,17 +164,24 @@ def new_main_module(path: str | None) -> dict[str, Any]:
     if path is not None:
         module.__file__ = path
     module.__dict__.update(__annotations__={}, __cached__=None)
-    module.__dict__["__builtins__"] = __builtins__
+    module.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = module
     return module.__dict__
 
 
 def run_cell(
-    source: str, namespace: dict[str, Any], counter: CountingFile, file_name: str = FILE_NAME, shows_always: bool = False
+    source: str,
+    namespace: dict[str, Any],
+    counter: CountingFile,
+    file_name: str = FILE_NAME,
+    *,
+    shows: bool = True,
+    shows_always: bool = False,
 ) -> int:
     """Execute `source` in `namespace`; all failures are printed to stderr. Returns the exit code.
 
-    `shows_always`: a last bare expression's value is printed even when the cell printed something else.
+    `shows`: a last bare expression's value is printed where nothing else was, `shows_always`: also where something was. What
+    was written to descriptor 1 past `sys.stdout` is not known of.
     """
     source = source.removeprefix("\ufeff")  # a byte-order mark
     lines = io.StringIO(f"{source}\n", None).readlines()  # as linecache has a file's: each with its end, \n
@@ -175,15 +192,24 @@ def run_cell(
         if statements is not None:
             exec(statements, namespace)
         value = None if last is None else eval(last, namespace)
-        if value is not None:
+        if value is not None and (shows_always or (shows and sys.stdout is sys.__stdout__)):
             sys.stdout.flush()
             if shows_always or counter.written == written_before:
-                sys.stdout.write(f"{value!r}\n")
+                _show(value, shows_always)
     except SystemExit as stop:
         return _exit_code(stop)
     except BaseException as error:
         return _print_exception(error)
     return 0
+
+
+def _show(value: Any, must: bool) -> None:
+    """A whole program that ends with a value has ended well, whether or not the value can be shown."""
+    try:
+        sys.stdout.write(f"{value!r}\n")
+    except Exception:
+        if must:
+            raise
 
 
 def write_program(source: str, path: str) -> None:
@@ -196,9 +222,9 @@ def write_program(source: str, path: str) -> None:
         return
 
 
-def run_program(source: str, counter: CountingFile) -> int:
+def run_program(source: str, counter: CountingFile, shows: bool) -> int:
     """Run a whole program as `python source.py` would: at its end threads are joined, atexit and finalizers run."""
-    code = run_cell(source, sys.modules["__main__"].__dict__, counter)
+    code = run_cell(source, sys.modules["__main__"].__dict__, counter, shows=shows)
     try:
         if threading.active_count() > 1 or threading._threading_atexits:  # type: ignore[attr-defined]
             threading._shutdown()  # type: ignore[attr-defined]

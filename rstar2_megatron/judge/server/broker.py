@@ -114,6 +114,7 @@ class Broker:
         else:
             request = {**submission._asdict(), "sub_id": sub_id, "limits": limits._asdict(), **session, **files}
             del request["options"]
+            request["shows"] = submission.expected_output is None and options.get("show_value") != "false"
             ticket.key = f"{client}/{self._job_name(request, submission.sub_id)}"
             ticket.payload = orjson.dumps({**request, "queued_at": time.time()})
             ticket.longest_s = limits.longest_s(submission.type)

@@ -22,7 +22,7 @@ def submission_of(body: Any) -> Submission:
     language = body.get("language")
     if language not in _LANGUAGES:
         raise FieldError(("language",), f"must be one of {', '.join(_LANGUAGES)}")
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"show_value": "false"}  # SandboxFusion shows what a program prints alone
     limit, memory = body.get("run_timeout"), body.get("memory_limit_MB")
     if limit is not None:
         options["time_limit_s"] = limit

@@ -65,6 +65,16 @@ p.start()
 p.terminate(); p.join(); print(p.exitcode)
 ## a byte-order mark
 \ufeffprint('marked')
+## streams have names and modes
+import sys
+print([(s.name, s.mode) for s in (sys.stdin, sys.stdout, sys.stderr)])
+## __builtins__ is a module
+from math import *
+print(__builtins__.sum([1, 2]), type(__builtins__).__name__)
+## a value that cannot be shown
+class A:
+    def __repr__(self): raise ValueError
+A()
 ## sys.excepthook
 import sys
 def hook(kind, value, trace): print('hook', kind.__name__, trace.tb_lineno)
@@ -229,6 +239,8 @@ TRACEBACKS = {
     "a syntax error of a text that it runs": "try:\n    exec('a b')\nexcept SyntaxError as e:\n    raise ValueError from e",
     "a syntax error that it raises": "raise SyntaxError('mine')",
     "a program that does not compile": "x = 1\nprint(x y)",
+    "a name that is nearly right": "import math\nmath.sqr(2)",
+    "a recursion without an end": "import sys\nsys.setrecursionlimit(20000)\ndef f(n):\n    return f(n + 1)\nf(0)",
 }
 
 

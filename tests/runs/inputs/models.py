@@ -1,4 +1,4 @@
-"""Model directories that only the checks before a start read: true headers, zeros for weights."""
+"""Model directories that only the checks before a start read: true headers, ones for weights."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def write_directory(directory: Path, *, shards: int = 1, dtype: torch.dtype = to
         for name, rows in (("q", hidden), ("k", hidden // 2), ("v", hidden // 2)):
             shapes |= {f"self_attn.{name}_proj.weight": (rows, hidden), f"self_attn.{name}_proj.bias": (rows,)}
         weights |= {f"model.layers.{layer}.{name}": shape for name, shape in shapes.items()}
-    tensors = {name: torch.zeros(shape, dtype=dtype) for name, shape in weights.items()}
+    tensors = {name: torch.ones(shape, dtype=dtype) for name, shape in weights.items()}
     if shards == 1:
         save_file(tensors, directory / "model.safetensors")
     else:
@@ -51,8 +51,9 @@ def write_directory(directory: Path, *, shards: int = 1, dtype: torch.dtype = to
         for file in sorted(set(names.values())):
             save_file({n: t for n, t in tensors.items() if names[n] == file}, directory / file)
         (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    added = [{"id": i, "content": token, "special": True} for token, i in SPECIAL.items()]
-    vocab = {f"w{i}": i for i in range(600)}
-    (directory / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}, "added_tokens": added}))
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = [{"id": i, "content": token, "special": True, **flags} for token, i in SPECIAL.items()]
+    words = {"type": "WordLevel", "vocab": {f"w{i}": i for i in range(600)}, "unk_token": "w0"}
+    (directory / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": words, "added_tokens": added}))
     (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
     return directory
