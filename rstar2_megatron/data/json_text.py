@@ -25,8 +25,10 @@ JSON_TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
-"""All but tab and line ends: no reader sees them, and most are a backslash of LaTeX that JSON has read."""
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]|\t(?=imes|ext\{|heta\b|riangle)|\r(?=ho\b|ight\b)")
+"""All but tab and line ends: no reader sees them, and most are a backslash of LaTeX that JSON has read; so are tab and carriage
+return before the rest of its words.
+"""
 BLANKS = " \t\r\n"
 """What is stripped of a text. `str.strip` also takes a form feed, which is the \\f of a \\frac."""
 

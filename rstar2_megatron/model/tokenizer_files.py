@@ -73,7 +73,8 @@ def _unread_tokenizer(path: Path) -> Iterator[str]:
         try:
             tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # its own type
-            yield f"{path} cannot be read by tokenizers {tokenizers.__version__} ({error}); {AGAIN}, by this version"
+            with_which = f"tokenizers {tokenizers.__version__} ({error})"
+            yield f"{path} cannot be read by {with_which}; save it again by this version, or {AGAIN}"
 
 
 def tokenizer_problems(

@@ -260,7 +260,7 @@ def test_a_dry_run_reads_the_rows_of_sft(model: Path, data: Path, tmp_path: Path
         check_before_start(settings, dry_run=True)
     path.write_text(json.dumps({"messages": [said, {"role": "assistant", "content": "a</s>"}]}) + "\n")
     tokenizer = json.loads((model / "tokenizer.json").read_text())
-    tokenizer["added_tokens"].append({"id": 603, "content": "</s>", "special": True})
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 603, "content": "</s>"})
     (model / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ConfigError, match=r"sft.jsonl:1: message 2 of 2 holds </s>, which would be trained as a control"):
         check_before_start(settings, dry_run=True)

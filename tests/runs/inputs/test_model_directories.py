@@ -174,6 +174,15 @@ def word_list(case: Case) -> None:
     (case.model / "merges.txt").touch()
 
 
+def not_written_to_its_end(case: Case) -> None:
+    """As a download leaves it that had made the whole file before."""
+    path = whole(case)
+    with path.open("r+b") as file:
+        size = path.stat().st_size
+        file.seek(size // 4)
+        file.write(bytes(size - size // 4))
+
+
 def other_json(case: Case) -> None:
     (case.model / "tokenizer.json").write_text('{"model": {"vocab": {"a": "b"}}, "added_tokens": [{}]}')
 
@@ -290,6 +299,8 @@ REFUSED: dict[str, Callable[[Case], object]] = {
     "an older tokenizer of another vocabulary": word_list,
     "a tokenizer of another form": other_json,
     "a tokenizer without words": lambda c: c.change("tokenizer.json", model={}),
+    "a tokenizer of a newer version": lambda c: c.change("tokenizer.json", pre_tokenizer={"type": "RegexSplitV2"}),
+    "a file that was not written to its end": not_written_to_its_end,
     "an end of text that is no token": lambda c: c.change("tokenizer_config.json", eos_token="</s>"),
     "an end of text in generation_config.json that no token is": other_end,
     "a chat template that is not UTF-8": latin_template,
@@ -318,7 +329,7 @@ ALL = {**{name: test_bad_files.CASES[name][0] for name in BEFORE}, **REFUSED}
 
 
 def tied_twice(case: Case) -> None:
-    tensors(case, lambda content: content.update({"lm_head.weight": torch.ones(640, 64)}))
+    tensors(case, lambda content: content.update({"lm_head.weight": torch.full((640, 64), 2.0)}))
 
 
 def backup(case: Case) -> None:
@@ -355,7 +366,7 @@ def pickles_beside(case: Case) -> None:
 
 
 def tied_same(case: Case) -> None:
-    tensors(case, lambda content: content.update({"lm_head.weight": torch.zeros(640, 64)}))
+    tensors(case, lambda content: content.update({"lm_head.weight": torch.ones(640, 64)}))
 
 
 def frequencies(case: Case) -> None:
