@@ -40,7 +40,7 @@ from rstar2_megatron.rollout.turn_loops import TurnLoops
 from rstar2_megatron.settings.load import users_path
 from rstar2_megatron.settings.schema import AgentLoopSettings, OwnToolSettings, RewardSettings
 from rstar2_megatron.tools import required_parameters
-from rstar2_megatron.trajectory import FinishReason, HeldTokens, Problem, ToolCall, ToolOutcome, Trajectory, is_usable
+from rstar2_megatron.trajectory import FinishReason, HeldTokens, Problem, ToolCall, ToolOutcome, Trajectory
 
 _DEADLINE_S = 3600.0
 _LATE_S = 0.2  # for which an async tool may hold up the loop
@@ -74,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if words.trajectories is not None:
                     return asyncio.run(_score(rewards, words.trajectories, words.extra))
                 return asyncio.run(_try_reward(rewards, code, words.args, words.extra))
+        if words.trajectories is not None:
+            raise ValueError(f"--trajectories are for a reward to score, and {words.code} is none")
         if kind:
             limits = {"environment_timeout_s": words.timeout_s}
             if kind == "loop":
@@ -202,7 +204,9 @@ async def _try_reward(rewards: Rewards, code: UserCode, calls: Sequence[dict[str
 
 async def _score(rewards: Rewards, path: Path, extra: dict[str, Any]) -> int:
     """A line for each trajectory of the file, and the means."""
-    rows = [row for _, row in JsonlFile(path).numbered_rows() if row and is_usable(row.get("finish_reason"))]
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}; a run's is RUN/trajectories.jsonl")
+    rows = [row for _, row in JsonlFile(path).numbered_rows() if row and row.get("finish_reason") not in (None, "cut")]
     if not rows:
         raise ValueError(f"{path} has no ended trajectory")
     try:

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from redis import Redis
 
 from benchmarks.judge.calls import Tree, alive_workers, quantile, serving
 from benchmarks.judge.programs import in_public_template, program
@@ -34,12 +33,26 @@ from benchmarks.records import write_result
 from rstar2_megatron.judge.client.client import JudgeClient
 from rstar2_megatron.judge.commands import go_before_calls
 from rstar2_megatron.judge.sandbox.linux import raise_open_files
+from rstar2_megatron.services.process import free_port
 from rstar2_megatron.services.redis_server import RedisServer
 
 BRIDGE, NETWORK = "judge-burst", "10.213.7"
 SUBMISSIONS = 32  # a request
 _JSON = {"Content-Type": "application/json"}
 JUDGE = "rstar2_megatron.judge"
+
+
+class OpenRedis(RedisServer):
+    """Listens on the bridge too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.port = free_port()
+        self.options = ("--port", str(self.port), "--bind", f"{NETWORK}.1", "--protected-mode", "no")
+
+    @property
+    def uri(self) -> str:
+        return f"redis://{NETWORK}.1:{self.port}/0"
 
 
 def _ip(*words: str) -> None:
@@ -72,13 +85,10 @@ def namespaces(count: int) -> Iterator[list[str]]:
 def service(workers: int) -> Iterator[tuple[str, Tree]]:
     """HTTP server, Redis and workers at default settings: URL and processes."""
     go_before_calls()  # Redis too: all "nodes" share this machine
-    with RedisServer() as redis, namespaces(workers) as names, tempfile.TemporaryDirectory() as directory:
-        with Redis.from_url(redis.uri) as client:
-            client.config_set("protected-mode", "no")
-            client.config_set("bind", f"127.0.0.1 {NETWORK}.1")
+    with namespaces(workers) as names, OpenRedis() as redis, tempfile.TemporaryDirectory() as directory:
         port_file = Path(directory) / "port.json"
         serve = ["serve", "--redis-uri", redis.uri, "--port-file", str(port_file)]
-        work = ["worker", "--redis-uri", redis.uri.replace("127.0.0.1", f"{NETWORK}.1")]
+        work = ["worker", "--redis-uri", redis.uri]
         commands = [[sys.executable, "-m", JUDGE, *serve]]
         # ip-netns-exec would hide the control groups.
         commands += [["nsenter", f"--net=/run/netns/{n}", sys.executable, "-m", JUDGE, *work] for n in names]

@@ -44,9 +44,11 @@ class PlacementError(ValueError):
 
 
 def start_loggers(settings: Settings, config: DictConfig) -> MetricLogger:
-    """RLinf's loggers of `runner.logger`. Raises RuntimeError, with the remedy, for one that does not start."""
+    """RLinf's loggers of `runner.logger`. Raises OSError; RuntimeError, with the remedy, for a service that does not start."""
     try:
         return MetricLogger(config)
+    except OSError:
+        raise
     except Exception as error:  # of wandb or swanlab: no login, no network
         raise RuntimeError(
             f"runner.logger.logger_backends={settings.runner.logger.logger_backends} cannot start: {error}; for wandb export "

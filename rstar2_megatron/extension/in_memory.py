@@ -38,31 +38,27 @@ class _Text(importlib.abc.ExecutionLoader, importlib.abc.MetaPathFinder):
 
 
 def import_text(texts: Mapping[str, tuple[str, str]], key: str) -> ModuleType:
-    """The module of `texts[""]`, run once a process for each path and `key`, or text where it has its file's name.
+    """The module of `texts[""]`, run once a process, also where other code imports it by its name.
 
     texts: (path, text) by module name; the module may import the others. Raises what the code raises, and ImportError when
     another module has such a name.
     """
     path, text = texts[""]
+    beside = {name: found for name, found in texts.items() if name}
     with _lock:
-        own = Path(path).stem
-        if not _may_be_named(own, path, text):
-            own = f"rstar2_user_code_{hashlib.sha256((path + key).encode()).hexdigest()[:12]}_{own}"
-        if own not in sys.modules:
-            for name, (file, written) in texts.items():
-                _lay_ready(name or own, file, written)
+        own = _laid(path, text) or next((name for name, (file, _) in beside.items() if file == path), "")
+        own = own or f"rstar2_user_code_{hashlib.sha256((path + key).encode()).hexdigest()[:12]}_{Path(path).stem}"
+        for name, (file, written) in beside.items():
+            _lay_ready(name, file, written)
+        if own not in sys.modules and own not in beside:
+            _lay_ready(own, path, text)
         return importlib.import_module(own)
 
 
-def _may_be_named(name: str, path: str, text: str) -> bool:
-    """Whether the file can be the module of its own name, by which files beside it import it: it is then run once for both."""
-    if name in sys.modules:
-        known = getattr(sys.modules[name].__spec__, "loader", None)
-    else:
-        known = next((finder for finder in sys.meta_path if isinstance(finder, _Text) and finder.name == name), None)
-        if known is None:
-            return name.isidentifier() and name != "__init__" and not is_installed(name)
-    return isinstance(known, _Text) and (known.path, known.text) == (path, text)
+def _laid(path: str, text: str) -> str:
+    """The name by which this file is there already, "" where it is not: it is run once, whoever imports it."""
+    found = (finder for finder in sys.meta_path if isinstance(finder, _Text))
+    return next((finder.name for finder in found if (finder.path, finder.text) == (path, text)), "")
 
 
 def is_installed(name: str) -> bool:
@@ -78,6 +74,9 @@ def _lay_ready(name: str, path: str, text: str) -> None:
     present = sys.modules.get(name)
     if present is None and "." not in name and is_installed(name):  # whoever imports that would get this
         raise ImportError(f"{path} has the name of an installed package, {name}; rename it")
+    if present is None and (other := sys.modules.get(_laid(path, text))) is not None:
+        sys.modules[name] = other
+        return
     if present is None:
         sys.meta_path.insert(0, _Text(name, path, text))
         return

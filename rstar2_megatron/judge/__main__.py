@@ -30,7 +30,7 @@ def command_line() -> argparse.ArgumentParser:
     add("command", choices=["all", "serve", "worker"])
     add("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1)")
     add("--port", type=int, default=0, help="0 takes a free port (default)")
-    add("--redis-uri", default=given("REDIS_URI"), help="running Redis (REDIS_URI); without it `all` starts one on loopback")
+    add("--redis-uri", default=given("REDIS_URI"), help="running Redis (REDIS_URI); without it `all` starts one")
     slots = f"execution slots of this node (MAX_WORKERS; default: 8 a core, up to {MOST})"
     add("--workers", type=int, default=given("MAX_WORKERS") or min(8 * cores(), MOST), help=slots)
     running = "calls that use CPU at once; sleeping and long ones do not count (default: 1.5 a core)"

@@ -158,7 +158,7 @@ class Comparison:
         if kinds == {"cases"}:
             rows = [[_split(row, "&" if "&" in row else ",")[0] for row in part] for part in (ours, theirs)]
             return _match(rows[0], rows[1], lambda x, y: len(x) == len(y) and all(map(self.same, x, y)))
-        if kinds == {"()", f"{len(ours)} rows"}:  # a column
+        if kinds == {"()", f"{len(ours)} rows"} and len(ours) > 2:  # a column; two may be an interval's ends
             kinds = {"()"}
         return (len(kinds) == 1 or kinds == {",", "()"}) and len(ours) == len(theirs) and all(map(self.same, ours, theirs))
 
@@ -282,10 +282,11 @@ def _parts(text: str) -> tuple[str, list[str]]:
             return kind, [reading for element in elements for reading in _readings(element)]
     if without := re.fullmatch(r"\\mathbb\{R\} \\setminus \\\{ (.*) \\\}", text):
         return "without", [reading for element in _split(without[1], _JOINTS)[0] for reading in _readings(element)]
-    if matrix := re.fullmatch(
+    matrix = re.fullmatch(
         r"((?:(?!\\begin)\S+ )*?)[(\[]? ?\\begin\{(p?matrix|smallmatrix|array|cases)\} ((?:(?!\\begin).)*) \\end\{\2\} ?[)\]]?",
         text,
-    ):
+    )
+    if matrix and not re.search(r"[-+]", matrix[1].removeprefix("- ")):  # a sum before it is none of its factors
         rows = [row for row in _split(matrix[3], ("\\\\",))[0] if row]
         if matrix[2] == "cases":
             return ("cases", rows) if not matrix[1] else ("", [text])

@@ -50,8 +50,13 @@ _TIMES = re.compile(
 )
 
 
-_UNIT_OF_ONE = re.compile(  # K, T, C, \\Omega, and Chinese words that are no multiples; alone they may be something else
-    r"(.*[\d}]) (?:(?:\\mu )?(?:\x01[A-Z]|\x01?\\?(?:Omega|AA))|(?:(?![万亿千百十半多余倍成折])[\u4e00-\u9fff] ?)+)"
+_CHINESE_UNITS = (
+    "元 美元 角 块 厘米 分米 毫米 米 千米 公里 平方厘米 平方米 立方厘米 立方米 升 毫升 克 千克 公斤 吨 秒 分钟 小时 天 周 "
+    "月 年 岁 度 个 只 人 本 支 张 棵 件 条 名 套 辆 页 步"
+)
+_UNIT_OF_ONE = re.compile(  # alone these may be something else, so only a number before them counts
+    r"((?:[a-z] = )?(?:- )?(?:\d+(?:\.\d+)?|\\frac \{ \d+ \} \{ \d+ \})(?: \\cdot 10 \^ (?:\d|\{ (?:- )?\d+ \}))?) "
+    rf"(?:(?:\\mu )?(?:\x01[KTCFJHNVWAM]|\x01?\\?(?:Omega|AA))|{'|'.join(' ?'.join(unit) for unit in _CHINESE_UNITS.split())})"
 )
 
 

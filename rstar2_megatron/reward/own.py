@@ -61,15 +61,16 @@ class OwnReward:
         problem = copy.deepcopy(problem)  # which a group's trajectories share
         if self.is_async:  # a plain function has a copy of the trajectory, in another process
             trajectory = pickle.loads(pickle.dumps(trajectory, pickle.HIGHEST_PROTOCOL))
+        if not trajectory.response_text:  # of try_out, or a step of a search
+            trajectory.response_text = functools.reduce(
+                lambda text, token: text.replace(token, ""), _SPECIAL, response_text(trajectory)
+            )
         if not self.is_verls:
             return self.function(problem, trajectory, **self.arguments)
         row = verl_columns(problem)
-        text = trajectory.response_text
-        if not text:  # of try_out, or a step of a search
-            text = functools.reduce(lambda text, token: text.replace(token, ""), _SPECIAL, response_text(trajectory))
         # verl counts the prompt and what answers a turn too, and always has an empty dict of scores.
         row["extra_info"] |= {"num_turns": 2 * trajectory.num_turns, "rollout_reward_scores": {}}
-        return self.call_as_verl(solution_str=text, **row)
+        return self.call_as_verl(solution_str=trajectory.response_text, **row)
 
     def call_as_verl(self, **row: Any) -> Any:
         """A call of a function of verl's form, with those of its four arguments that it takes.

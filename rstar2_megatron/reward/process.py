@@ -66,7 +66,9 @@ class GradingProcess:
             if reply:  # what is wrong with code of the user's
                 raise GraderLost(reply.decode())
             what = f"did not start within {START_TIMEOUT_S:.0f} s" if self.hung else f"ended with code {code} as it started"
-            raise GraderLost(f"a grading process {what}; each loads the rewards' modules: load what is large at the first call")
+            own = "each loads the rewards' modules: load what is large at the first call"
+            why = f"run `{' '.join(self._command)} 1` to see why" if self._output else own
+            raise GraderLost(f"a grading process {what}; {why}")
 
     def _check_open(self) -> None:
         if self._closed:

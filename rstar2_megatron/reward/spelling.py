@@ -179,13 +179,17 @@ _CHARACTERS_TO_TEX: _Rules = [
     (_ARRANGE, r"\\frac{(\1)!}{(\1-\2\3)!}"),
     (_CHOOSE_BEFORE, r"\\binom{\1}{\3}"),
     (re.compile(r"\\overrightarrow"), r"\\vec"),
-    (re.compile(r"\{\s*\\(?:rm|bf|it|sf|tt)(?![a-zA-Z])([^{}]*)\}"), r"\\mathrm{\1}"),
+    (re.compile(r"\{\s*\\(?:rm|bf|it|sf|tt)(?![a-zA-Z])([^{}]*)\}"), r"{\\mathrm{\1}}"),
     (re.compile("(?<=[①-⑳])[, ]*(?=[①-⑳])"), ","),
     (re.compile("[α-ω]"), lambda m: f"\\{unicodedata.name(m[0]).split()[-1].lower()} "),
     (re.compile("[ΓΔΘΛΞΠΣΦΨΩ]"), lambda m: f"\\{unicodedata.name(m[0]).split()[-1].title()} "),
 ]
+_UNIT_VECTOR = re.compile(r"\\(?:hat|vec)\s*\{?\s*(?:([ijk])(?![A-Za-z])|\\([ij])math(?![a-zA-Z]))\s*\}?")
+_UNIT_VECTORS = re.compile(  # two of them: \hat i alone may be squared, and i is a number
+    r"(?s)^(?=.*\\(?:hat|vec)\s*\{?\s*\\?([ijk])(?:math)?(?![a-z]).*\\(?:hat|vec)\s*\{?\s*\\?(?!\1)[ijk](?:math)?(?![a-z])).*$"
+)
 _IN_TEX: _Rules = [
-    (re.compile(r"\\(?:hat|vec)\s*\{?\s*(?:([ijk])(?![A-Za-z])|\\([ij])math(?![a-zA-Z]))\s*\}?"), r" \1\2 "),
+    (_UNIT_VECTORS, lambda m: _UNIT_VECTOR.sub(r" \1\2 ", m[0])),
     (_PRIMES, lambda m: (m[2] or "'").replace("\\prime", "'")),
     (_PERIOD, lambda m: f"{m[1].replace(',', '.')}\\overline{{{m[2]}}}"),
     (_DOTS, r"\\overline{\1\2\4}"),

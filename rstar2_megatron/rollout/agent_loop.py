@@ -142,10 +142,10 @@ class AgentLoop:
         try:
             deadline = started + self.timeout_s - trajectory.seconds
             async with self.turn_loops.begin(problem, deadline, trajectory.note_failed_close) as turn_loop:
+                trajectory.opening = turn_loop.opening
                 if not len(trajectory.prompt_ids):
-                    trajectory.opening = turn_loop.opening
                     trajectory.prompt_ids = np.array(self.template.prompt_ids(turn_loop.problem), np.int32)
-                elif trajectory.opening != turn_loop.opening:
+                elif self._reset_otherwise(turn_loop.problem, trajectory):
                     raise UserCodeError(f"{turn_loop.label}: reset said otherwise {ANSWERED_OTHERWISE}")
                 self.tools.expect(trajectory)
                 turns = RunningTrajectory(self, problem, trajectory, deadline, on_progress, preemption, one_turn, number)
@@ -174,6 +174,10 @@ class AgentLoop:
         elif one_turn is None:  # a step is no trajectory
             self.stats.finish(trajectory)
         return trajectory
+
+    def _reset_otherwise(self, problem: Problem, trajectory: Trajectory) -> bool:
+        """Whether an environment has put other words to the problem than when the trajectory began."""
+        return self.settings.environment is not None and self.template.prompt_ids(problem) != trajectory.prompt_ids.tolist()
 
     def preempt(self, preemption: Preemption) -> None:
         """Park the trajectory that runs with `preemption` and keep its tokens. A running tool call is finished first."""

@@ -58,8 +58,9 @@ class McpServer:
         if self.settings.mcp.startswith(("http://", "https://")):
             return Client(self.settings.mcp)
         command, *words = shlex.split(self.settings.mcp)
-        # Without `env` it would get PATH and its like alone, and no key of a service.
-        return Client(StdioServerParameters(command=command, args=words, env=dict(os.environ)))
+        # Without `env` it would get PATH and its like alone, and no key of a service; it needs none of Ray's.
+        environment = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_TOKEN"}
+        return Client(StdioServerParameters(command=command, args=words, env=environment))
 
     async def _list(self) -> list[Any]:
         async with self._connection() as client:

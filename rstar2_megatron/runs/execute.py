@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import sys
@@ -76,7 +77,8 @@ def _run(settings: Settings) -> int:
     except BaseException as e:
         if stopped := signals.stop_behind(e):
             code = stopped.exit_code
-            print(f"\nstopped by {stopped}; ending what this run started", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):  # the terminal may be what has closed
+                print(f"\nstopped by {stopped}; ending what this run started", file=sys.stderr, flush=True)
         elif isinstance(e, (ValueError, RuntimeError, OSError)):
             print(f"\nerror: {reason_of(e, run_directory(settings), 'runner.output_dir')}", file=sys.stderr, flush=True)
             logger.debug("failed", exc_info=True)

@@ -8,12 +8,14 @@ process dies without `stop()`, the kernel ends the server, and the next start re
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from urllib.parse import quote
 
 import redis
 
@@ -68,19 +70,21 @@ class RedisServer:
     Start it from the main thread, because the kernel ends the server when the starting thread ends.
     """
 
+    options: tuple[str, ...] = ("--port", "0")
+
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
         self.directory: Path | None = None
 
     @property
     def uri(self) -> str:
-        return f"unix://{self.directory}/{_SOCKET}?db=0"
+        return f"unix://{quote(str(self.directory))}/{_SOCKET}?db=0"
 
     def start(self) -> RedisServer:
         """Start and wait for the first answer. Raises RedisUnavailable."""
         binary = find_redis_server()
         parent = tempfile.gettempdir()
-        self.directory = make_owned_directory(_PREFIX, parent if len(parent) <= _LONGEST else "/tmp")
+        self.directory = make_owned_directory(_PREFIX, parent if len(os.fsencode(parent)) <= _LONGEST else "/tmp")
         self._launch(binary)
         return self
 
@@ -92,7 +96,7 @@ class RedisServer:
     def _launch(self, binary: str) -> None:
         assert self.directory is not None
         log = self.directory / "redis.log"
-        command = [binary, "--port", "0", "--unixsocket", str(self.directory / _SOCKET), "--unixsocketperm", "700"]
+        command = [binary, *self.options, "--unixsocket", str(self.directory / _SOCKET), "--unixsocketperm", "700"]
         command += ["--dir", str(self.directory), "--logfile", str(log)]
         command += ["--appendonly", "yes", "--appendfsync", "everysec", "--save", ""]
         command += ["--maxclients", "4000", "--tcp-backlog", "511", "--daemonize", "no"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
 import os
 import shutil
 import tempfile
@@ -22,9 +23,11 @@ class RunTemporary:
         # Engines make Unix sockets below it, whose paths have at most 107 characters.
         self.path = make_owned_directory("rs2-", before if len(f"{before}/rs2-abcdefgh/tmpabcdefgh") <= 107 else "/tmp")
         self.path.chmod(0o711)  # programs of the judge run below it with other user ids
-        # This cache should survive the run, so it stays in the previous temporary directory. A user's name would be torch's
-        # own way, and a user of a container may have none.
-        self._compiled = f"{before}/torchinductor_{os.getuid()}"
+        # This cache should survive the run, so it stays in the previous temporary directory, under torch's own name for it.
+        user = str(os.getuid())  # of a container, where an id may have no name
+        with contextlib.suppress(KeyError, OSError):
+            user = getpass.getuser()
+        self._compiled = f"{before}/torchinductor_{user}"
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", self._compiled)
         os.environ["TMPDIR"] = str(self.path)
         tempfile.tempdir = None  # makes tempfile read the environment again

@@ -39,4 +39,5 @@ def _limits() -> Iterator[tuple[int, int]]:
                 with contextlib.suppress(OSError, ValueError):  # "max" is no limit
                     limit, taken = (int((place / name).read_text()) for name in names)
                     counts = dict(line.split() for line in (place / "memory.stat").read_text().splitlines())
-                    yield limit, taken - int(counts.get("inactive_file", 0))
+                    caches = counts.get("total_inactive_file", counts.get("inactive_file", 0))  # the first is version 1's
+                    yield limit, taken - int(caches)

@@ -327,10 +327,10 @@ def _closest_section(sections: list[type[BaseModel]], data: dict[str, Any]) -> t
     return max(sections, key=lambda section: len(section.model_fields.keys() & data.keys()))
 
 
-_VERLS = (
-    "actor_rollout_ref", "trainer", "custom_reward_function", "reward_model", "algorithm.adv_estimator", "algorithm.rollout_c",
-    "data.max_response_length", "data.train_batch_size", "data.train_files", "data.val_files", "data.truncation",
-)  # fmt: skip
+_VERLS = re.compile(
+    r"(?:actor_rollout_ref|trainer|custom_reward_function|reward\.custom_reward_function|algorithm\.(?:adv_estimator|rollout_correction)|"
+    r"data\.(?:max_response_length|train_batch_size|train_files|val_files))(?:\..*)?"
+)
 
 
 def nearest_keys(path: str) -> list[str]:
@@ -347,7 +347,7 @@ def nearest_keys(path: str) -> list[str]:
 
 
 def _unknown_key_message(path: str) -> str:
-    if path.startswith(_VERLS):
+    if _VERLS.fullmatch(path):
         return f"unknown key {path}, which is verl's; docs/parity.md lists verl's keys with those of this project"
     near = nearest_keys(path)
     if path in near:  # "runner.max_steps: 3" in a YAML

@@ -155,12 +155,13 @@ def translate(data: dict[str, Any], given: Collection[str] = ()) -> list[str]:
         if value is not MISSING and value is not None and value != only:
             instead = instead and f": {instead}"
             raise ValueError(f"{path}={value!r} is not implemented here; the only value is {only!r}{instead}")
-    if (bonus := get(data, "algorithm.entropy_bonus")) and get(data, "algorithm.calculate_entropy") is False:
+    bonus = get(data, "algorithm.entropy_bonus")
+    if bonus not in (MISSING, None, 0) and get(data, "algorithm.calculate_entropy") is False:
         raise ValueError(
             f"algorithm.entropy_bonus={bonus!r} with algorithm.calculate_entropy=False: RLinf adds none then; change one"
         )
     scaled = get(data, "reward.reward_scale") not in (MISSING, None, 1)
-    if scaled and get(data, "algorithm.adv_type") not in (MISSING, "grpo"):
+    if scaled and get(data, "algorithm.adv_type") not in (MISSING, None, "grpo"):
         raise ValueError("reward.reward_scale is only without effect with algorithm.adv_type=grpo; put it into the reward")
 
     def move(old: str, new: str, convert: Callable[[Any], Any] = lambda value: value) -> None:

@@ -20,9 +20,8 @@ from rstar2_megatron.rollout.tool_call import CLOSE, OPEN, CallStatus, parse_too
 from rstar2_megatron.tools import tool_name
 
 Segments = list[tuple[str, int]]
-_FOREIGN_CALL = re.compile(
-    r"<functioncall>|\[TOOL_CALLS\]|<function=\w|<\uff5ctool"
-)  # Glaive's, Mistral's, Qwen3-Coder's, DeepSeek's
+# Calls as Glaive, Mistral, Qwen3-Coder and DeepSeek write them.
+_FOREIGN_CALL = re.compile(r"<functioncall>\s*\{|\[TOOL_CALLS\]\s*(?:\[|\w+\[ARGS)|<function=\w+>\s*[{<]|<\uff5ctool")
 _KEYS = ("segments", "messages", "system", "system_prompt", "functions", "chat_template_kwargs")
 
 

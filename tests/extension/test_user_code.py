@@ -110,6 +110,8 @@ def test_files_that_import_each_other_are_one_module_each(tmp_path: Path) -> Non
     write(tmp_path, "circle_a.py", "import circle_b\ndef helper(): return 2\ndef f(): return circle_b.g()\n")
     write(tmp_path, "circle_b.py", "import circle_a\ndef g(): return circle_a.helper()\n")
     assert read("circle_a.py:f", tmp_path).load()() == 2
+    write(tmp_path, "more_a.py", "from store_a import STORE\ndef count(): return -1\n")
+    assert read("more_a.py:count", tmp_path).load()() == -1  # mended, and loaded again
     write(tmp_path / "other", "store_a.py", "def put(x): return 'of another folder'")
     assert read("store_a.py:put", tmp_path / "other").load()("x") == "of another folder"
     write(tmp_path, "random.py", "def f(): return 'not the standard one'")

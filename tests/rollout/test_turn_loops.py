@@ -374,7 +374,7 @@ async def test_an_environment_that_answers_otherwise_when_replayed_is_told(token
     again = await make_loop(tokenizer, ["c"], environment=code("Moody")).run(PROBLEM, 0, resume=cut)
     assert again.finish_reason is FinishReason.INFRASTRUCTURE and again.user_error == "UserCodeError"
     assert "Moody: turn 1 was answered otherwise than before the trajectory was interrupted" in again.error
-    cut.finish_reason, cut.error, cut.opening = None, "", "another question"
+    cut.finish_reason, cut.error, cut.prompt_ids = None, "", cut.prompt_ids[:-1]
     again = await make_loop(tokenizer, ["c"], environment=code("Moody")).run(PROBLEM, 0, resume=cut)
     assert "Moody: reset said otherwise than before the trajectory was interrupted" in again.error
 

@@ -24,7 +24,9 @@ def _group(place: Path, limit: object, taken: int, caches: int, names: tuple[str
     place.mkdir(parents=True, exist_ok=True)
     for name, value in zip(names, (limit, taken)):
         (place / name).write_text(f"{value}\n")
-    (place / "memory.stat").write_text(f"anon 1\ninactive_file {caches}\n")
+    (place / "memory.stat").write_text(
+        f"inactive_file 0\ntotal_inactive_file {caches}\n" if "usage" in names[1] else f"inactive_file {caches}\n"
+    )
 
 
 def test_a_job_has_the_smallest_limit_around_it(groups: Path) -> None:
@@ -40,7 +42,7 @@ def test_a_job_has_the_smallest_limit_around_it(groups: Path) -> None:
 def test_a_container_whose_group_has_a_path_of_the_host(groups: Path) -> None:
     """Version 1 without a namespace of its own: the limit is in the root that the container sees."""
     (groups / "own").write_text("5:cpu,cpuacct:/docker/ab\n4:memory:/docker/ab\n")
-    _group(groups / "groups" / "memory", _GB, _GB // 4, 0, ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+    _group(groups / "groups" / "memory", _GB, _GB // 2, _GB // 4, ("memory.limit_in_bytes", "memory.usage_in_bytes"))
     assert (total_memory(), available_memory()) == (_GB, _GB - _GB // 4)
 
 

@@ -149,6 +149,13 @@ def test_the_home_directory_in_an_override(monkeypatch: pytest.MonkeyPatch, tmp_
     assert settings.agentloop.system_prompt == "about ~/x"
 
 
+def test_rlinfs_switch_of_the_entropy_alone_asks_for_no_bonus(tmp_path: Path) -> None:
+    data = copy.deepcopy(RLINF_7B)
+    data["algorithm"] |= {"calculate_entropy": False}
+    data["algorithm"].pop("entropy_bonus", None)
+    assert load(written(tmp_path / "a.yaml", data)).settings.algorithm.entropy_bonus == 0
+
+
 @pytest.mark.parametrize("word", ["actor_rollout_ref.rollout.n=8", "trainer.nnodes=2", "data.max_response_length=4096"])
 def test_a_key_of_verl_leads_to_the_table(word: str) -> None:
     with pytest.raises(ConfigError, match=r"which is verl's; docs/parity.md lists verl's keys with those of this project"):

@@ -64,7 +64,6 @@ class JudgeService:
         self.settings = settings
         self.arguments = ["--host", host, "--port", str(settings.host_port or 0), "--workers", str(settings.num_workers)]
         self.arguments += ["--time-limit-s", str(settings.time_limit_s), "--memory-mb", str(settings.memory_mb)]
-        self.arguments += ["--redis-uri", settings.redis_uri or ""]  # "": one of its own, whatever REDIS_URI says
         self.arguments += extra_arguments
         self.log_path = log_path
         self.process: subprocess.Popen[bytes] | None = None
@@ -115,7 +114,8 @@ class JudgeService:
         command += ["--port-file", str(self._port_file)]
         with self.log_path.open("ab") as output:
             self._log_start = output.tell()
-            self.process = start_child(command, output)
+            # By the environment, because ps shows arguments to every account; "": one of its own, whatever REDIS_URI says.
+            self.process = start_child(command, output, env={**os.environ, "REDIS_URI": self.settings.redis_uri or ""})
 
     def wait_ready(self) -> str:
         """Block until it answers. Returns its URL. Raises JudgeServiceError with the end of its log."""

@@ -204,7 +204,9 @@ def create_app(
     """The application. Arguments that are None come from the public server's environment variables."""
     if queue_time_limit_s is None:
         queue_time_limit_s = float(os.environ.get("MAX_QUEUE_WORK_LIFE_TIME", _QUEUE_TIME_LIMIT_S))
-    queue = JobQueue(redis_uri or os.environ.get("REDIS_URI", "redis://127.0.0.1:6379/0"), max_queued=max_queued)
+    if not (redis_uri := redis_uri or os.environ.get("REDIS_URI", "")):
+        raise ValueError("the judge and its workers share a running Redis: REDIS_URI=redis://:PASSWORD@HOST:6379/0")
+    queue = JobQueue(redis_uri, max_queued=max_queued)
     broker = Broker(queue, limits or CallLimits.from_environment(), queue_time_limit_s=queue_time_limit_s)
     server = JudgeServer(broker)
 

@@ -114,7 +114,7 @@ class Broker:
         else:
             request = {**submission._asdict(), "sub_id": sub_id, "limits": limits._asdict(), **session, **files}
             del request["options"]
-            request["shows"] = submission.expected_output is None and options.get("show_value") != "false"
+            request["shows"] = submission.expected_output is None and str(options.get("show_value")).lower() != "false"
             ticket.key = f"{client}/{self._job_name(request, submission.sub_id)}"
             ticket.payload = orjson.dumps({**request, "queued_at": time.time()})
             ticket.longest_s = limits.longest_s(submission.type)

@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -53,11 +54,12 @@ def test_environment_holds_no_secret(run: Run) -> None:
 @pytest.mark.parametrize("library", ["", "import sympy"])
 def test_memory_of_the_process_holds_no_secret(run: Run, judge: JudgeService, library: str) -> None:
     # The patterns match the secrets without holding them, so that the search does not find itself.
-    port = judge.redis_uri.split(":")[2].split("/")[0]
+    socket = Path(urlsplit(judge.redis_uri).path)
+    assert socket.is_socket()
     program = f"""
 import ctypes, re
 {library}
-patterns = [rb'a-secret(?=-of-the-service)', rb'127.0.0.1(?=:{port})']
+patterns = [rb'a-secret(?=-of-the-service)', rb'{socket.parent.name}(?=/{socket.name})']
 found, scanned = [], 0
 for line in open('/proc/self/maps').readlines():
     span, mode, *rest = line.split()
@@ -187,11 +189,11 @@ def test_a_call_sees_nothing_of_an_earlier_one(run: Run) -> None:
 @pytest.mark.parametrize("family", ["AF_INET", "AF_INET6", "AF_UNIX", "AF_NETLINK", "AF_PACKET", "AF_VSOCK", "AF_ALG"])
 def test_no_sockets(run: Run, layers: set[str], judge: JudgeService, family: str) -> None:
     need(layers, "seccomp")
-    port = judge.redis_uri.split(":")[2].split("/")[0]
+    place = ("127.0.0.1", int(judge.url.rpartition(":")[2])) if family != "AF_UNIX" else urlsplit(judge.redis_uri).path
     program = f"""
 import socket
 s = socket.socket(socket.{family}, socket.SOCK_RAW if {family!r} in ('AF_NETLINK', 'AF_PACKET') else socket.SOCK_STREAM)
-s.connect(('127.0.0.1', {port}))
+s.connect({place!r})
 s.send(b'KEYS *\\r\\n'); print(s.recv(1000))
 """
     result = run(program)
