@@ -18,7 +18,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationInfo, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    model_serializer,
+    model_validator,
+)
 
 from rstar2_megatron.extension.in_memory import import_text, is_installed
 
@@ -50,6 +58,11 @@ class UserCode(BaseModel):
     """Keyword arguments of every call of a function of `algorithm`, of `data.rows`, a reward or a loop."""
     _texts: dict[str, tuple[str, str]] = PrivateAttr(default_factory=dict)
     """(path, text) by module name: the file first, under the name "", then those beside it."""
+
+    @model_serializer(mode="wrap")
+    def _written(self, whole: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without arguments as before there were any, so that what an earlier version has saved is the same code."""
+        return {name: value for name, value in whole(self).items() if name != "arguments" or value}
 
     @model_validator(mode="before")
     @classmethod

@@ -192,6 +192,8 @@ def test_own_functions_get_their_arguments(tmp_path: Path) -> None:
     write(tmp_path, "scaled.py", "def f(rewards, valid, beta=1.0): return beta")
     code = UserCode.model_validate({"reference": "scaled.py:f", "arguments": {"beta": 0.5}}, context={FOLDERS: [tmp_path]})
     assert own_function("algorithm.adv_type", code, "rewards, valid")(0, 0) == 0.5
+    assert UserCode.model_validate(code.model_dump(), context={FOLDERS: [tmp_path]}).arguments == {"beta": 0.5}
+    assert read("scaled.py:f", tmp_path).model_dump().keys() == {"reference", "sha256"}
     code.arguments = {"gamma": 1}
     with pytest.raises(UserCodeError, match=r"called by \(rewards, valid, gamma=...\): got an unexpected keyword argument"):
         own_function("algorithm.adv_type", code, "rewards, valid")
