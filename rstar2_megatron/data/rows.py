@@ -109,7 +109,7 @@ def _text_lines(path: Path) -> Iterator[tuple[int, str]]:
             except UnicodeDecodeError as error:
                 raise DataError(
                     f"{path}:{number}: byte 0x{line[error.start]:02x} at column {error.start + 1} is not UTF-8; convert the "
-                    f"file: iconv -f LATIN1 -t UTF-8 {path.name} (or from its own encoding)"
+                    f"file from its own encoding, e.g. iconv -f GB18030 -t UTF-8 {path.name}, or LATIN1"
                 ) from None
 
 

@@ -97,7 +97,7 @@ def _no_turns(case: Case) -> None:
 CASES: dict[str, tuple[Callable[[Case], object], str]] = {
     "not UTF-8": (
         lambda c: c.line(3, b'{"prompt": "gr\xfc\xdfe?", "solutions": ["1"]}'),
-        "{data}:3: byte 0xfc at column 15 is not UTF-8; convert the file: iconv",
+        "{data}:3: byte 0xfc at column 15 is not UTF-8; convert the file from its own encoding, e.g. iconv",
     ),
     "a raw control character": (
         lambda c: c.line(2, b'{"prompt": "a\x01b", "solutions": ["1"]}'),
