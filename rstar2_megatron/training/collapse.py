@@ -16,8 +16,8 @@ PASS_RATE, LOG_PROB = "rollout/pass_rate", "rollout/logprob_mean"
 _STEPS_BEFORE = 5  # of the run before the resume, that its first steps are compared with
 _STEPS_AFTER = 3
 _SIGMA = 3.0
-_LOG_PROB_FACTOR, _LOG_PROB_RISE, _LOG_PROB_FALL = 3.0, 0.1, 0.5
-"""A fall counts from 0.5 nats on: of a model that is nearly sure, one rare token of a small step is several times the mean."""
+_LOG_PROB_FACTOR, _LOG_PROB_RISE, _LOG_PROB_FALL = 3.0, 0.2, 0.5
+"""Nats from which a change counts: of a model that is nearly sure, one rare token of a small step is several times the mean."""
 
 
 class CollapseError(RuntimeError):
@@ -83,7 +83,8 @@ def _check_resumed(before: Sequence[Row], after: Sequence[Row]) -> None:
         if not (math.isnan(old) or math.isnan(new)) and fell(old, new, groups):
             first, last = before[0]["step"], before[-1]["step"]
             raise CollapseError(
-                f"after the resume from step {last:.0f} the {what} fell off a cliff: {metric} {old:.4g} over steps "
+                f"after the resume from step {last:.0f} the {what} {'rose sharply' if new > old else 'fell off a cliff'}: "
+                f"{metric} {old:.4g} over steps "
                 f"{first:.0f} to {last:.0f}, {new:.4g} over the {len(after)} steps since. The checkpoint of step {last:.0f} is "
                 "kept and none was written since. Check that data, sampling and model are those of the run before; "
                 "runner.check_after_resume=False goes on all the same"

@@ -36,10 +36,12 @@ def test_few_groups_need_more_steps_to_tell() -> None:
         watch.add(row(5, 0.0, groups=4))
 
 
-@pytest.mark.parametrize("log_prob", [-4.0, -0.001], ids=["noise", "one token repeated"])
-def test_log_probs_that_jump_after_a_resume(log_prob: float) -> None:
+@pytest.mark.parametrize(
+    ("log_prob", "said"), [(-4.0, "fell off a cliff"), (-0.001, "rose sharply")], ids=["noise", "one token repeated"]
+)
+def test_log_probs_that_jump_after_a_resume(log_prob: float, said: str) -> None:
     watch = CollapseWatch(3, [row(1, 0.5), row(2, 0.5)])
-    with pytest.raises(CollapseError, match="mean log-prob of generated tokens fell off a cliff"):
+    with pytest.raises(CollapseError, match=f"mean log-prob of generated tokens {said}"):
         watch.add(row(3, 0.5, log_prob=log_prob))
 
 
@@ -47,6 +49,9 @@ def test_a_rare_token_of_a_model_that_is_nearly_sure_is_no_jump() -> None:
     """Seen with four trajectories a step."""
     watch = CollapseWatch(1, [row(1, 0.0, log_prob=-0.0264, groups=1)])
     watch.add(row(2, 0.0, log_prob=-0.1293, groups=1))
+    watch = CollapseWatch(1, [row(1, 0.0, log_prob=-0.1651, groups=1)])  # and that one was in the step before
+    watch.add(row(2, 0.0, log_prob=-0.0703, groups=1))
+    watch.add(row(3, 0.0, log_prob=-0.0090, groups=1))
 
 
 def test_ordinary_variation_after_a_resume_passes() -> None:
