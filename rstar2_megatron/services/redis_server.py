@@ -78,7 +78,7 @@ class RedisServer:
 
     @property
     def uri(self) -> str:
-        return f"unix://{quote(str(self.directory))}/{_SOCKET}?db=0"
+        return f"unix://{quote(str(self.directory))}/{_SOCKET}"
 
     def start(self) -> RedisServer:
         """Start and wait for the first answer. Raises RedisUnavailable."""
