@@ -12,7 +12,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from urllib.parse import quote
@@ -26,7 +25,7 @@ from rstar2_megatron.services.process import end_child
 _PREFIX = "rstar2-redis-"
 _START_TIMEOUT_S = 20.0
 _SOCKET = "redis.sock"
-_LONGEST = 107 - len(f"/{_PREFIX}abcdefgh/{_SOCKET}")  # of a directory for a Unix socket
+_LONGEST = 107  # bytes of the path of a Unix socket
 
 
 class RedisUnavailable(RuntimeError):
@@ -74,17 +73,19 @@ class RedisServer:
 
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
-        self.directory: Path | None = None
+        self.directory: Path | None = None  # of its data
+        self._place: Path | None = None  # of its socket
 
     @property
     def uri(self) -> str:
-        return f"unix://{quote(str(self.directory))}/{_SOCKET}"
+        return f"unix://{quote(str(self._place))}/{_SOCKET}"
 
     def start(self) -> RedisServer:
         """Start and wait for the first answer. Raises RedisUnavailable."""
         binary = find_redis_server()
-        parent = tempfile.gettempdir()
-        self.directory = make_owned_directory(_PREFIX, parent if len(os.fsencode(parent)) <= _LONGEST else "/tmp")
+        self.directory = self._place = make_owned_directory(_PREFIX)
+        if len(os.fsencode(self.directory / _SOCKET)) > _LONGEST:  # the data stay where there is room for them
+            self._place = make_owned_directory(_PREFIX, "/tmp")
         self._launch(binary)
         return self
 
@@ -94,9 +95,9 @@ class RedisServer:
         self._launch(find_redis_server())
 
     def _launch(self, binary: str) -> None:
-        assert self.directory is not None
+        assert self.directory is not None and self._place is not None
         log = self.directory / "redis.log"
-        command = [binary, *self.options, "--unixsocket", str(self.directory / _SOCKET), "--unixsocketperm", "700"]
+        command = [binary, *self.options, "--unixsocket", str(self._place / _SOCKET), "--unixsocketperm", "700"]
         command += ["--dir", str(self.directory), "--logfile", str(log)]
         command += ["--appendonly", "yes", "--appendfsync", "everysec", "--save", ""]
         command += ["--maxclients", "4000", "--tcp-backlog", "511", "--daemonize", "no"]
@@ -137,8 +138,9 @@ class RedisServer:
     def stop(self) -> None:
         """End the server and remove its data. Safe to call twice."""
         self._end()
-        if self.directory is not None:
-            shutil.rmtree(self.directory, ignore_errors=True)
+        for directory in (self.directory, self._place):
+            if directory is not None:
+                shutil.rmtree(directory, ignore_errors=True)
 
     def __enter__(self) -> RedisServer:
         return self.start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import redis
@@ -37,6 +38,9 @@ def test_a_long_temporary_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("tempfile.tempdir", str(long))
     with RedisServer() as server:
         check_redis(server.uri)
+        assert server.directory is not None and server.directory.parent == long
+        place = Path(urlsplit(server.uri).path).parent
+    assert place.parent == Path("/tmp") and not place.exists() and not server.directory.exists()
 
 
 def test_a_server_that_ends_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
