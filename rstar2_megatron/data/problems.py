@@ -218,9 +218,11 @@ def _check_whole(problem: Problem, prompt_key: str) -> None:
     """Raises ValueError where choices, of which the answer is a letter or a number, or Alpaca's input are not in the prompt."""
     said = "\n".join(message["content"] for message in problem.prompt)
     apart = "input" if prompt_key == "instruction" and str(problem.extra.get("input") or "").strip() not in said else ""
-    columns = {key: problem.extra[key] for key in string.ascii_uppercase if key in problem.extra}
-    for key, choices in (("options", problem.extra.get("options")), ("choices", problem.extra.get("choices")), ("A", columns)):
-        if (key != "A" or "B" in columns) and _chosen_from(choices, problem.solutions, said):
+    choices = {key: problem.extra.get(key) for key in ("options", "choices")}
+    if "B" in problem.extra:  # a column for each choice
+        choices["A"] = {key: problem.extra[key] for key in string.ascii_uppercase if key in problem.extra}
+    for key, value in choices.items():
+        if _chosen_from(value, problem.solutions, said):
             apart = key
     if apart:
         raise ValueError(f"{apart!r} belongs to the problem and is not in {prompt_key!r}; put it there by data.rows")

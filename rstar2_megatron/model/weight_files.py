@@ -154,7 +154,7 @@ def model_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 def weight_problems(directory: Path, model: ModelConfig, *, values: bool = True) -> Iterator[str]:
     """Why the weights are not those of `model`, in at most one sentence.
 
-    values: look for NaN and infinity, in all values of a small model and in some of a large one.
+    values: look for NaN, infinity and matrices of zeros alone, in all values of a small model and in some of a large one.
     """
     try:
         yield from islice(_problems(directory, model, values), 1)
@@ -197,10 +197,10 @@ def _problems(directory: Path, model: ModelConfig, values: bool) -> Iterator[str
                 "cannot be trained; take the model in bfloat16"
             )
     if values:
-        yield from _not_finite([tensors[name] for name in wanted if name in tensors])
+        yield from _bad_values([tensors[name] for name in wanted if name in tensors])
 
 
-def _not_finite(tensors: list[StoredTensor]) -> Iterator[str]:
+def _bad_values(tensors: list[StoredTensor]) -> Iterator[str]:
     whole = sum(file.stat().st_size for file in {tensor.file for tensor in tensors}) <= _READ_WHOLE
     some = [*tensors[:: -(-len(tensors) // _SAMPLED)], tensors[-1]]  # embedding and head are the first and the last
     looked, zeros = 0, []

@@ -327,12 +327,6 @@ def _closest_section(sections: list[type[BaseModel]], data: dict[str, Any]) -> t
     return max(sections, key=lambda section: len(section.model_fields.keys() & data.keys()))
 
 
-_VERLS = re.compile(
-    r"(?:actor_rollout_ref|trainer|custom_reward_function|reward\.custom_reward_function|algorithm\.(?:adv_estimator|rollout_correction)|"
-    r"data\.(?:max_response_length|train_batch_size|train_files|val_files))(?:\..*)?"
-)
-
-
 def nearest_keys(path: str) -> list[str]:
     """Valid keys most similar to `path`, by the whole path or by its last name, best first."""
 
@@ -344,6 +338,12 @@ def nearest_keys(path: str) -> list[str]:
     keys = dict.fromkeys(valid_keys())
     ranked = sorted(keys, key=lambda key: (likeness(key), key == path), reverse=True)  # of equal ones the first of the schema
     return [key for key in ranked[:3] if likeness(key) > 0.6]
+
+
+_VERLS = re.compile(
+    r"(?:actor_rollout_ref|trainer|custom_reward_function|reward\.custom_reward_function|algorithm\.(?:adv_estimator|rollout_correction)|"
+    r"data\.(?:max_response_length|train_batch_size|train_files|val_files))(?:\..*)?"
+)
 
 
 def _unknown_key_message(path: str) -> str:
