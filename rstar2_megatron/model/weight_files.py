@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -237,7 +236,7 @@ def weight_notes(directory: Path, model: ModelConfig, precision: str) -> Iterato
             f"{head.file}: lm_head.weight is another head than the embedding and is ignored, because config.json ties the two; "
             "set tie_word_embeddings=false there to use it"
         )
-    others = [name for name in tensors if _ignored(name, wanted) and not re.search("lm_head.weight|rotary_emb", name)]
+    others = [name for name in tensors if _ignored(name, wanted) and name != "lm_head.weight" and "rotary_emb" not in name]
     if others:
         yield f"{tensors[others[0]].file}: {', '.join(others[:3])} ({len(others)} tensors) is no part of the model, and ignored"
     unread = {file.name for file in directory.glob("*.safetensors")} - {file.name for file in weight_files(directory)}

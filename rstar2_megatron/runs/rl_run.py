@@ -79,14 +79,16 @@ class RLRun(ClusterRun):
     def train(self) -> None:
         """The whole run."""
         resume = self.begin(self.settings.runner.max_steps)
+        state: dict[str, Any] = {}
         if resume:
+            state = load_data_state(resume[1])  # it may be damaged: before anything starts
             self.cached_sft = find_reference(self.settings)
         elif self.settings.cold_start.enabled:
             self.cached_sft = find_cached(self.settings)
         self._start()
         step = 0
         if resume:
-            step = self._resume(*resume)
+            step = self._resume(*resume, state)
         else:
             self._cold_start()
         step, condition = self._train_steps(step)
@@ -102,6 +104,7 @@ class RLRun(ClusterRun):
         model = str(self.cached_sft.model) if self.cached_sft else settings.rollout.model.model_path
         self.log = start_loggers(settings, self.cluster.config)
         self._closing.callback(self.log.finish)
+        metrics = self._serve_metrics()
         self._say(f"starting {'the Code Judge, ' if settings.agentloop.needs_judge else ''}Ray and RLinf")
         self._closing.callback(self.judge.stop)
         self.judge.begin()
@@ -154,8 +157,8 @@ class RLRun(ClusterRun):
         )
         self._closing.callback(self.trainer.source.close)
         self.traces = StepTraces(self.directory, settings.runner.trace, (self.actor, self.rollout, self.reward))
-        if settings.runner.metrics_port is not None:
-            self._serve_metrics(settings.runner.metrics_port)
+        if metrics:
+            channel.show_progress = functools.partial(export_progress, metrics)
         self.profiles = StepProfiles(self.directory, settings.runner.profiler, self.actor, self.rollout)
         self._say(
             f"ready: {parameters / 1e6:.2f} M parameters on {len(self.actor)} actor ranks, "
@@ -163,12 +166,14 @@ class RLRun(ClusterRun):
             + (f"judge at {judge_url}" if settings.agentloop.needs_judge else "no tool that needs the Code Judge")
         )
 
-    def _serve_metrics(self, port: int) -> None:
-        """Raises PortUnusable."""
+    def _serve_metrics(self) -> MetricsServer | None:
+        """Where `runner.metrics_port` asks for it. Raises PortUnusable."""
+        if (port := self.settings.runner.metrics_port) is None:
+            return None
         server = MetricsServer(listening_address(self.settings.cluster.num_nodes), port)
         self._closing.callback(server.close)
-        self.coordinator.channel.show_progress = functools.partial(export_progress, server)
         self._export_step = server.set_step
+        return server
 
     def _template(self) -> ChatTemplate:
         tokenizer: Any = AutoTokenizer.from_pretrained(self.settings.rollout.model.model_path)
@@ -213,10 +218,9 @@ class RLRun(ClusterRun):
     def _load_init_checkpoint(self) -> None:
         self.ask_actor("load_checkpoint", str(Path(self.settings.runner.init_checkpoint or "") / "actor"))
 
-    def _resume(self, step: int, checkpoint: Path) -> int:
-        """Load a checkpoint into actor, loader and engines; returns its step."""
+    def _resume(self, step: int, checkpoint: Path, state: dict[str, Any]) -> int:
+        """Load a checkpoint, with its `state` of the data, into actor, loader and engines; returns its step."""
         self._say(f"resuming from {checkpoint}")
-        state = load_data_state(checkpoint)
         if self.settings.runner.init_checkpoint and self.settings.algorithm.kl_beta:
             self._load_init_checkpoint()  # the reference of the KL term
         self.ask_actor("resume", str(checkpoint / "actor"))

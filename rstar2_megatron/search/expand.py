@@ -16,7 +16,7 @@ import numpy as np
 from rstar2_megatron.extension.user_code import UserCodeError
 from rstar2_megatron.rollout.agent_loop import AgentLoop, OneTurn
 from rstar2_megatron.rollout.engine.protocol import EngineLost
-from rstar2_megatron.search.step import Step, step_of, trajectory_of
+from rstar2_megatron.search.step import Step, path_trajectory, step_of
 from rstar2_megatron.search.tree import Node
 from rstar2_megatron.search.values import Values
 from rstar2_megatron.settings.sections.search import SearchSettings
@@ -76,7 +76,7 @@ class Expander:
         seed = candidate_seed(self.settings.seed, problem.query_id, tag, index)
         turn = OneTurn(max_tokens=self.settings.max_step_tokens, seed=seed)
         for number in range(MAX_TRIES):
-            path = trajectory_of(problem, before, prompt_ids)
+            path = path_trajectory(problem, before, prompt_ids)
             tokens, calls = len(path.response_ids), len(path.tool_calls)
             done = await self.loop.run(problem, index, resume=path, one_turn=turn)
             if self.loop.engine_gone:

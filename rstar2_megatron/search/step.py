@@ -64,7 +64,7 @@ def step_of(trajectory: Trajectory, before: int, calls_before: int) -> Step:
     )
 
 
-def trajectory_of(problem: Problem, steps: Sequence[Step], prompt_ids: Ids | None = None) -> Trajectory:
+def path_trajectory(problem: Problem, steps: Sequence[Step], prompt_ids: Ids | None = None) -> Trajectory:
     """The attempt that these steps make, in the order of the path."""
     empty = Step("")
     parts = [empty, *steps]

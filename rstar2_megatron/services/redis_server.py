@@ -74,18 +74,18 @@ class RedisServer:
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
         self.directory: Path | None = None  # of its data
-        self._place: Path | None = None  # of its socket
+        self._socket_directory: Path | None = None  # of its socket
 
     @property
     def uri(self) -> str:
-        return f"unix://{quote(str(self._place))}/{_SOCKET}"
+        return f"unix://{quote(str(self._socket_directory))}/{_SOCKET}"
 
     def start(self) -> RedisServer:
         """Start and wait for the first answer. Raises RedisUnavailable."""
         binary = find_redis_server()
-        self.directory = self._place = make_owned_directory(_PREFIX)
+        self.directory = self._socket_directory = make_owned_directory(_PREFIX)
         if len(os.fsencode(self.directory / _SOCKET)) > _LONGEST:  # the data stay where there is room for them
-            self._place = make_owned_directory(_PREFIX, "/tmp")
+            self._socket_directory = make_owned_directory(_PREFIX, "/tmp")
         self._launch(binary)
         return self
 
@@ -95,9 +95,9 @@ class RedisServer:
         self._launch(find_redis_server())
 
     def _launch(self, binary: str) -> None:
-        assert self.directory is not None and self._place is not None
+        assert self.directory is not None and self._socket_directory is not None
         log = self.directory / "redis.log"
-        command = [binary, *self.options, "--unixsocket", str(self._place / _SOCKET), "--unixsocketperm", "700"]
+        command = [binary, *self.options, "--unixsocket", str(self._socket_directory / _SOCKET), "--unixsocketperm", "700"]
         command += ["--dir", str(self.directory), "--logfile", str(log)]
         command += ["--appendonly", "yes", "--appendfsync", "everysec", "--save", ""]
         command += ["--maxclients", "4000", "--tcp-backlog", "511", "--daemonize", "no"]
@@ -138,7 +138,7 @@ class RedisServer:
     def stop(self) -> None:
         """End the server and remove its data. Safe to call twice."""
         self._end()
-        for directory in (self.directory, self._place):
+        for directory in (self.directory, self._socket_directory):
             if directory is not None:
                 shutil.rmtree(directory, ignore_errors=True)
 

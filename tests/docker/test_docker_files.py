@@ -5,14 +5,18 @@ from __future__ import annotations
 import ast
 import json
 import re
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 import yaml
 
 from rstar2_megatron.judge.__main__ import command_line
+from rstar2_megatron.services.redis_server import find_redis_server
 from tests.e2e.runs import ROOT
 from tests.imports import imports
 
@@ -30,8 +34,13 @@ def instructions(name: str) -> list[tuple[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def services() -> dict[str, dict[str, Any]]:
-    return yaml.safe_load((DOCKER / "compose.yaml").read_text())["services"]
+def composed() -> dict[str, Any]:
+    return yaml.safe_load((DOCKER / "compose.yaml").read_text())
+
+
+@pytest.fixture(scope="module")
+def services(composed: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return composed["services"]
 
 
 @pytest.mark.parametrize("name", ["judge.Dockerfile", "train.Dockerfile"])
@@ -86,10 +95,29 @@ def test_services_build_and_reach_each_other(services: dict[str, dict[str, Any]]
             assert condition["condition"] != "service_healthy" or "healthcheck" in services[other]
         # a service of another network mode does not know the names of this file
         on_network = "network_mode" not in service
-        named = set(re.findall(r"@(\w+):6379", json.dumps(service.get("command", []))))
-        assert named <= set(services) and (on_network or not named), name
+        named = set(re.findall(r"@(\w+):6379", json.dumps(service.get("environment", {}))))
+        assert named == ({"redis"} if name in ("judge", "worker") else set()) and (on_network or not named), name
+        assert "JUDGE_TOKEN" not in json.dumps(service.get("command", [])), name  # ps shows it to every account
     assert {name for name, service in services.items() if "network_mode" in service} == {"train-host"}
     assert not any(services[name].get("profiles") for name in ("redis", "judge", "worker"))
+
+
+def test_redis_asks_for_the_token(composed: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "redis.conf").write_text(
+        composed["configs"]["redis"]["content"].replace("${JUDGE_TOKEN:?set JUDGE_TOKEN}", "token")
+    )
+    socket = tmp_path / "redis.sock"
+    command = [find_redis_server(), "redis.conf", "--port", "0", "--unixsocket", str(socket)]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL) as server:
+        try:
+            while server.poll() is None and not socket.exists():
+                time.sleep(0.02)
+            with redis.Redis(unix_socket_path=str(socket)) as client, pytest.raises(redis.AuthenticationError):
+                client.ping()
+            with redis.Redis(unix_socket_path=str(socket), password="token") as client:
+                assert (client.config_get("save"), client.config_get("appendonly")) == ({"save": ""}, {"appendonly": "yes"})
+        finally:
+            server.terminate()
 
 
 @pytest.mark.parametrize("name", ["judge", "worker"])

@@ -60,6 +60,26 @@ def test_taken_judge_port(tmp_path: Path) -> None:
 
 
 @pytest.mark.ci
+def test_taken_metrics_port(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert f"runner.metrics_port={port} on 127.0.0.1" in fails(tmp_path, f"runner.metrics_port={port}")
+    assert "starting" not in (tmp_path / "out.log").read_text()
+
+
+@pytest.mark.ci
+def test_a_damaged_checkpoint(tmp_path: Path) -> None:
+    kept = tmp_path / "global_step_5"
+    (kept / "actor").mkdir(parents=True)
+    (kept / "data").mkdir()
+    (kept / "data" / "data.pt").write_bytes(b"cut")
+    assert f"{kept}/data/data.pt cannot be read" in fails(tmp_path, f"runner.resume_dir={kept}")
+    assert "starting" not in (tmp_path / "out.log").read_text()
+
+
+@pytest.mark.ci
 def test_named_redis_that_is_not_there(tmp_path: Path) -> None:
     error = fails(tmp_path, "tools.codejudge.redis_uri=redis://127.0.0.1:1/0")
     assert "redis://127.0.0.1:1" in error

@@ -22,7 +22,7 @@ from rstar2_megatron.rollout.chat import ChatTemplate
 from rstar2_megatron.rollout.engine.client import EngineClient
 from rstar2_megatron.search.expand import Expander
 from rstar2_megatron.search.solver import SearchProgress, Solver
-from rstar2_megatron.search.step import trajectory_of
+from rstar2_megatron.search.step import path_trajectory
 from rstar2_megatron.search.tree_file import TreeFile, tree_of
 from rstar2_megatron.search.values import LikelihoodScorer, Values
 from rstar2_megatron.settings.schema import RewardSettings, SamplingParams, SearchSettings
@@ -73,7 +73,7 @@ async def test_one_greedy_candidate_is_the_agent_loop(engine: EngineClient, judg
     for one in PROBLEMS:
         whole = await loop.run(one, 0)
         (leaf,) = tree_of(rows[one.query_id]).leaves()
-        ours = trajectory_of(one, leaf.steps, whole.prompt_ids)
+        ours = path_trajectory(one, leaf.steps, whole.prompt_ids)
         for name in ("prompt_ids", "response_ids", "loss_mask"):
             assert getattr(ours, name).tolist() == getattr(whole, name).tolist(), name
         # batches of other sizes differ in the last bits

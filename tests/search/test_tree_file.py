@@ -11,7 +11,7 @@ import pytest
 from rstar2_megatron.evaluation.samples import SamplesError
 from rstar2_megatron.search.choose import solutions
 from rstar2_megatron.search.mcts import MCTS
-from rstar2_megatron.search.step import Step, step_of, trajectory_of
+from rstar2_megatron.search.step import Step, path_trajectory, step_of
 from rstar2_megatron.search.tree_file import TreeFile, tree_of, tree_row
 from rstar2_megatron.trajectory import FinishReason, Problem, ToolCall, ToolOutcome
 from tests.search.scripted import drive, finished, settings
@@ -97,7 +97,7 @@ def test_a_broken_row_is_named(tmp_path: Path, broken: str) -> None:
 def test_steps_and_trajectories_are_inverse() -> None:
     first, second = steps_of("")
     last = Step("x", [7], [1], [-1.0], ending=FinishReason.ANSWERED, answer="42", reward=1.0)
-    path = trajectory_of(PROBLEM, [first, second, last], np.array([5, 6], np.int32))
+    path = path_trajectory(PROBLEM, [first, second, last], np.array([5, 6], np.int32))
     path.check()
     assert path.response_ids.tolist() == [1, 2, 3, 1, 2, 3, 7] and path.num_trained_tokens == 5
     assert path.finish_reason is FinishReason.ANSWERED and path.reward == 1.0
