@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rstar2_megatron.records import checkpoint
 from rstar2_megatron.runs.base_run import StopSignals
 from rstar2_megatron.runs.cold_start import _scored_by, cache_dir, find_cached, find_reference
 from rstar2_megatron.settings.load import load_settings
@@ -84,7 +85,8 @@ def test_a_run_that_resumes_does_without_the_data_of_its_sft(
         raise Starts
 
     settings.algorithm.kl_beta, settings.runner.output_dir = 0.0, str(tmp_path)
-    (tmp_path / settings.runner.experiment_name / "checkpoints" / "global_step_3").mkdir(parents=True)
+    checkpoints = tmp_path / settings.runner.experiment_name / "checkpoints"
+    checkpoint.save(checkpoints, 3, lambda directory: Path(directory).mkdir(), {}, keep=1)
     Path(settings.cold_start.phases[0].data_path).unlink()
     run = RLRun(settings, StopSignals())
     monkeypatch.setattr(run.judge, "begin", begin)
