@@ -74,7 +74,7 @@ class RedisServer:
     def __init__(self) -> None:
         self.process: subprocess.Popen[bytes] | None = None
         self.directory: Path | None = None  # of its data
-        self._socket_directory: Path | None = None  # of its socket
+        self._socket_directory: Path | None = None
 
     @property
     def uri(self) -> str:

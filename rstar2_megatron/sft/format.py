@@ -23,9 +23,9 @@ Segments = list[tuple[str, int]]
 # Calls as Glaive, Mistral, Qwen3-Coder and DeepSeek write them.
 _FOREIGN_CALL = re.compile(r"<functioncall>\s*\{|\[TOOL_CALLS\]\s*(?:\[|\w+\[ARGS)|<function=\w+>\s*[{<]|<\uff5ctool")
 _OTHER_FORMS = {  # by a key that only they have
-    "conversations": "; ShareGPT's turns become messages: from is the role (human: user, gpt: assistant), value the content",
-    "output": "; Alpaca's instruction with its input becomes a user's message, its output an assistant's",
-    "completion": "; the prompt becomes a user's message, the completion an assistant's",
+    "conversations": "ShareGPT's turns become messages: from is the role (human: user, gpt: assistant), value the content",
+    "output": "Alpaca's instruction with its input becomes a user's message, its output an assistant's",
+    "completion": "the prompt becomes a user's message, the completion an assistant's",
 }
 _KEYS = ("segments", "messages", "system", "system_prompt", "functions", "chat_template_kwargs")
 
@@ -133,7 +133,7 @@ def row_segments(row: Mapping[str, Any], specials: re.Pattern[str] | None = None
             'expected {"messages": [...], "tools": [...]} or {"segments": [[text, 0 or 1], ...]}, got '
             + (" and ".join(f"{key!r} of type {json_type(row[key])}" for key in given) or "neither 'segments' nor 'messages'")
             + "; a system text is the first message, and functions are tools"
-            + "".join(remedy for key, remedy in _OTHER_FORMS.items() if key in row)
+            + "".join(f"; {remedy}" for key, remedy in _OTHER_FORMS.items() if key in row)
         )
     if given == ["messages"]:
         segments = render_conversation(row["messages"], row.get("tools"), specials)

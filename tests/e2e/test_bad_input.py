@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,14 @@ def fails(tmp_path: Path, *arguments: str) -> str:
     assert "Traceback" not in text, text
     run.assert_nothing_left()
     return text.split("error:", 1)[1]
+
+
+@contextlib.contextmanager
+def taken_port() -> Iterator[int]:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        yield taken.getsockname()[1]
 
 
 def test_help_and_print_config(tmp_path: Path) -> None:
@@ -52,19 +62,13 @@ def test_unknown_config_names_the_nearest(tmp_path: Path) -> None:
 
 @pytest.mark.ci
 def test_taken_judge_port(tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+    with taken_port() as port:
         assert str(port) in fails(tmp_path, f"tools.codejudge.host_port={port}")
 
 
 @pytest.mark.ci
 def test_taken_metrics_port(tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+    with taken_port() as port:
         assert f"runner.metrics_port={port} on 127.0.0.1" in fails(tmp_path, f"runner.metrics_port={port}")
     assert "starting" not in (tmp_path / "out.log").read_text()
 
