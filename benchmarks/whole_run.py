@@ -2,8 +2,9 @@
 
 Starts `bash run_rstar2.sh NAME key=value ...` and looks at all its processes every few seconds: proportional set size, with
 shared pages counted once, by role. One JSON line: wall and CPU seconds, the largest memory of all processes together and what
-each role had then, the largest of each role, and the last lines that the run printed (its table). `--empty-cache` builds model
-and SFT, and keeps the run, in a temporary directory, so that nothing made before is used.
+each role had then, the largest of each role, and the last lines that the run printed (its table). `--out` keeps it beside the
+rows of other words. `--empty-cache` builds model and SFT, and keeps the run, in a temporary directory, so that nothing made
+before is used.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.processes import Descendants
-from benchmarks.records import write_result
+from benchmarks.records import keep_rows
 from benchmarks.soak import role_of
 
 _END_S = 90.0  # for a run that is told to end
@@ -50,8 +51,6 @@ def measure(words: list[str], output: Path, limit_s: float, every_s: float) -> d
             run.wait(_END_S)
     seconds = time.monotonic() - started
     return {
-        "case": "whole run",
-        "words": words,
         "ended_by_itself": in_time,
         "exit_code": run.returncode,
         "minutes": round(seconds / 60, 1),
@@ -81,10 +80,9 @@ def main() -> None:
         if options.empty_cache:
             words += [f"cold_start.cache_dir={place}/cache", f"runner.output_dir={place}/results"]
         log = options.log or Path(place) / "output"
-        result = measure(words, log, options.limit_s, options.every_s)
-    result["words"] = options.words
+        result = {"case": " ".join(options.words), **measure(words, log, options.limit_s, options.every_s)}
     print(json.dumps(result), flush=True)
-    write_result(options.out, result)
+    keep_rows(options.out, [result])
 
 
 if __name__ == "__main__":

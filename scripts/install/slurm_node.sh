@@ -11,8 +11,8 @@ judge() { "$venv/bin/python" -m rstar2_megatron.judge "$@"; }
 
 if [ "$RSTAR2_JUDGE" = all ]; then
   if [ "$SLURM_NODEID" = 0 ]; then
-    PATH=$PATH:$venv/bin redis-server --bind "$head" --port $((port + 1)) --requirepass "$JUDGE_TOKEN" --dir "$temporary" \
-      --appendonly yes --save "" &
+    PATH=$PATH:$venv/bin redis-server - --bind "$head" --port $((port + 1)) --dir "$temporary" --appendonly yes --save "" \
+      <<<"requirepass $JUDGE_TOKEN" &
     until judge serve --host "$head" --port $((port + 2)); do sleep 1; done &
   fi
   until judge worker; do sleep 1; done &
