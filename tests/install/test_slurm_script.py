@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import httpx
+import psutil
 import pytest
+import redis
 
+from rstar2_megatron.services.process import free_port
+from rstar2_megatron.services.redis_server import find_redis_server
 from tests.e2e.runs import ROOT
 
 SCRIPTS = ("scripts/slurm.sbatch", "scripts/install/slurm_node.sh", "scripts/install/gpu_environment.sh")
@@ -107,3 +115,59 @@ def test_a_judge_on_all_nodes_is_the_runs(project: Path) -> None:
     _, lines, errors = job(project, *TINY, **JOB | {"SLURM_JOB_NUM_NODES": "1", "RSTAR2_JUDGE": "all"})
     judge = "tools.codejudge.host_addr=127.1.2.3 tools.codejudge.host_port=21037"
     assert f"run cluster.num_nodes=1 {' '.join(TINY)} {judge}, Ray at none" in lines, errors
+
+
+def test_a_nodes_judge_has_a_redis_with_the_jobs_token_that_ps_never_shows(project: Path) -> None:
+    """With the real judge and Redis; Ray's command is stood in for."""
+    arguments = project / "arguments"
+    for name, text in {
+        "python": f'exec {sys.executable} "$@"',
+        "ray": "exec sleep 60",
+        "redis-server": f'echo "$*" > {arguments}; exec {find_redis_server()} "$@"',
+    }.items():
+        program = project / "venv" / "bin" / name
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.write_text(f"#!/usr/bin/env bash\n{text}\n")
+        program.chmod(0o755)
+    port = next(port for port in iter(free_port, 0) if _free(port + 1)) - 1  # Ray's; the next two are Redis' and the judge's
+    environment = os.environ | {
+        "PATH": f"{project}/venv/bin:{os.environ['PATH']}",
+        "SLURM_JOB_ID": f"test-{os.getpid()}",
+        "SLURM_NODEID": "0",
+        "SLURMD_NODENAME": "gpu-7",
+        "RSTAR2_JUDGE": "all",
+        "JUDGE_TOKEN": "token-of-the-job",
+        "head": "127.0.0.1",
+        "port": str(port),
+        "logs": str(project),
+        "venv": str(project / "venv"),
+    }
+    script = subprocess.Popen(["bash", "scripts/install/slurm_node.sh"], cwd=ROOT, env=environment, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 90
+        while not _is_ready(f"http://127.0.0.1:{port + 2}/ready"):
+            assert script.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        with pytest.raises(redis.AuthenticationError):
+            redis.Redis(port=port + 1).ping()
+        assert redis.Redis(port=port + 1, password="token-of-the-job").ping()
+        assert "token-of-the-job" not in arguments.read_text()
+    finally:
+        family = [psutil.Process(script.pid), *psutil.Process(script.pid).children(recursive=True)]
+        os.killpg(script.pid, signal.SIGTERM)  # as scancel does
+        _, left = psutil.wait_procs(family, timeout=30)
+        for process in left:
+            process.kill()
+    assert not left
+
+
+def _free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        return httpx.get(url).status_code == 200
+    except httpx.HTTPError:
+        return False
