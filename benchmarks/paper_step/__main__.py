@@ -175,14 +175,14 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=12288)
     parser.add_argument("--engines", type=int, default=4)
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--case", default="", help="a word behind the rows' names in the JSON file")
+    parser.add_argument("--case", nargs="*", default=[], help="words behind the rows' names in the JSON file")
     parser.add_argument("--out", type=Path, help="JSON file that the object is added to")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="paper-step-") as directory:
         for result in rehearse(options, Path(directory)):
             print(json.dumps(result), flush=True)
-            case = f"{result['problems']} x {options.group}, mean {options.mean_tokens}"
-            keep_rows(options.out, [{"case": f"{case}, {options.case}" if options.case else case, **result}])
+            words = [f"{result['problems']} x {options.group}", f"mean {options.mean_tokens}"]
+            keep_rows(options.out, [{"case": ", ".join(words + options.case), **result}])
 
 
 if __name__ == "__main__":

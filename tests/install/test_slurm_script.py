@@ -146,7 +146,7 @@ def test_a_nodes_judge_has_a_redis_with_the_jobs_token_that_ps_never_shows(proje
     try:
         deadline = time.monotonic() + 90
         while not _is_ready(f"http://127.0.0.1:{port + 2}/ready"):
-            assert script.poll() is None and time.monotonic() < deadline
+            assert time.monotonic() < deadline
             time.sleep(0.1)
         with pytest.raises(redis.AuthenticationError):
             redis.Redis(port=port + 1).ping()
@@ -168,6 +168,6 @@ def _free(port: int) -> bool:
 
 def _is_ready(url: str) -> bool:
     try:
-        return httpx.get(url).status_code == 200
+        return httpx.get(url, trust_env=False).status_code == 200
     except httpx.HTTPError:
         return False
