@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from rstar2_megatron.actor.layout import Layout
 from rstar2_megatron.cpu import megatron as cpu_megatron
+from rstar2_megatron.cpu import products
 from rstar2_megatron.settings.schema import ActorSettings
 
 # megatron-core is imported inside functions: without a GPU `join` must install stand-ins for CUDA before the import.
@@ -22,6 +23,7 @@ def join(actor: ActorSettings, layout: Layout, *, rank: int, world_size: int, in
     if device == "cpu":
         torch.set_num_threads(actor.cpu_threads)
         cpu_megatron.install()
+        products.install()
         # Every rank would warn at every call that Apex and TransformerEngine are absent.
         warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")

@@ -57,9 +57,9 @@ def prepare_scheduler() -> None:
     # a group of CPU ranks. Told that there is no library, it does without.
     pynccl: Any = importlib.import_module("sglang.srt.distributed.device_communicators.pynccl")
     pynccl.NCCLLibrary = _no_nccl
-    from rstar2_megatron.cpu import few_rows, sglang_attention, sglang_sampling  # import SGLang, which needs the stand-ins
+    from rstar2_megatron.cpu import products, sglang_attention, sglang_sampling  # import SGLang, which needs the stand-ins
 
-    few_rows.install()
+    products.install()
     sglang_attention.install()
     sglang_sampling.install()
 

@@ -1,0 +1,34 @@
+"""Matrix products of a CPU in single precision, by oneDNN.
+
+torch leaves them to MKL, which takes twice as long on a processor of AMD, because it does not use its AVX-512, and computes few
+rows on one thread (`benchmarks/NOTES.md`).
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import torch
+from torch import Tensor
+
+_FEWEST = 2**21  # multiplications of a product; a call of oneDNN costs 10 us more
+_libraries: list[torch.library.Library] = []  # kept alive: a collected Library takes its kernel with it
+
+
+def mm(a: Tensor, b: Tensor) -> Tensor:
+    """a [M, K] times b [K, N]: [M, N], contiguous. Autograd is a layer above, so that gradients are such products too."""
+    if a.dtype == b.dtype == torch.float32 and a.size(0) * b.numel() >= _FEWEST:
+        return torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
+    return torch.ops.aten.mm.out(a, b, out=a.new_empty(a.size(0), b.size(1)))
+
+
+@functools.cache
+def install() -> None:
+    """Replace torch's product of two matrices in this process, once."""
+    if not torch.backends.mkldnn.is_available():
+        return
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings(action="ignore"):  # that it replaces a kernel
+        library.impl("mm", mm, "CPU", allow_override=True)
+    _libraries.append(library)
