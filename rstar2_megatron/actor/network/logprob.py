@@ -97,7 +97,7 @@ class _LogProbEntropy(torch.autograd.Function):
                     grad_logits[block] = gradient(log_p[block], *(x[block] for x in per_token)).to(hidden.dtype)
             else:
                 grad_logits = gradient(log_p, *per_token).to(hidden.dtype)
-            torch.mm(grad_logits, weight, out=grad_hidden[rows])
+            grad_hidden[rows] = torch.mm(grad_logits, weight)
             _add_outer(grad_weight, grad_logits, hidden[rows])
             del log_p, grad_logits
         if parameter is None:
