@@ -7,12 +7,14 @@ rows on one thread (`benchmarks/NOTES.md`).
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 
 import torch
 from torch import Tensor
 
 _FEWEST = 2**21  # multiplications of a product; a call of oneDNN costs 10 us more
+_KEPT = "64"  # kernels; a kernel takes 1 MB, each number of rows has its own, and 1,024 are kept unless told
 _libraries: list[torch.library.Library] = []  # kept alive: a collected Library takes its kernel with it
 
 
@@ -28,6 +30,8 @@ def install() -> None:
     """Replace torch's product of two matrices in this process, once."""
     if not torch.backends.mkldnn.is_available():
         return
+    for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # of oneDNN, and of torch in front of it
+        os.environ.setdefault(cache, _KEPT)  # read at the first product
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings(action="ignore"):  # that it replaces a kernel
         library.impl("mm", mm, "CPU", allow_override=True)

@@ -67,3 +67,21 @@ def test_a_process_computes_large_products_and_their_gradients_by_onednn(process
     done = subprocess.run([sys.executable, "-c", process + OPERATIONS], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[-2] == "3 0 0"
+
+
+def test_products_of_many_sizes_take_no_memory_for_long() -> None:
+    """Without a limit these 500 sizes keep 340 MB."""
+    program = """
+import psutil, torch
+from rstar2_megatron.cpu import products
+products.install()
+weight = torch.randn(256, 256)
+for rows in range(100, 700):
+    if rows == 200:
+        before = psutil.Process().memory_info().rss
+    torch.randn(rows, 256) @ weight.t()
+print((psutil.Process().memory_info().rss - before) // 2**20)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 150
