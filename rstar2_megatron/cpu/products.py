@@ -1,7 +1,7 @@
 """Matrix products of a CPU in single precision, by oneDNN.
 
-torch leaves them to MKL, which takes twice as long on a processor of AMD, because it does not use its AVX-512, and computes few
-rows on one thread (`benchmarks/NOTES.md`).
+torch leaves them to MKL, which takes twice as long on a processor of AMD and computes few rows on one thread
+(`benchmarks/NOTES.md`).
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class _LogProbEntropy(torch.autograd.Function):
                     grad_logits[block] = gradient(log_p[block], *(x[block] for x in per_token)).to(hidden.dtype)
             else:
                 grad_logits = gradient(log_p, *per_token).to(hidden.dtype)
-            grad_hidden[rows] = torch.mm(grad_logits, weight)
+            grad_hidden[rows] = torch.mm(grad_logits, weight)  # with `out` a CPU would leave it to MKL (cpu/products.py)
             _add_outer(grad_weight, grad_logits, hidden[rows])
             del log_p, grad_logits
         if parameter is None:
