@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 _FEWEST = 2**21  # multiplications of a product; a call of oneDNN costs 10 us more
-_KEPT = "64"  # kernels; a kernel takes 1 MB, each number of rows has its own, and 1,024 are kept unless told
+_KEPT = "16"  # kernels; each number of rows has its own of 1 to 8 MB, made in 0.3 ms, and 1,024 are kept unless told
 _libraries: list[torch.library.Library] = []  # kept alive: a collected Library takes its kernel with it
 
 
