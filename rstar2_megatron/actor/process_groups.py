@@ -23,7 +23,7 @@ def join(actor: ActorSettings, layout: Layout, *, rank: int, world_size: int, in
     if device == "cpu":
         torch.set_num_threads(actor.cpu_threads)
         cpu_megatron.install()
-        products.install()
+        products.install(kernels=16)  # few: batches are large, and rarely of one size
         # Every rank would warn at every call that Apex and TransformerEngine are absent.
         warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")

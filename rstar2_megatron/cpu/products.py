@@ -6,7 +6,6 @@ torch leaves them to MKL, which takes twice as long on a processor of AMD and co
 
 from __future__ import annotations
 
-import functools
 import os
 import warnings
 
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor
 
 _FEWEST = 2**21  # multiplications of a product; a call of oneDNN costs 10 us more
-_KEPT = "16"  # kernels; each number of rows has its own of 1 to 8 MB, made in 0.3 ms, and 1,024 are kept unless told
 _libraries: list[torch.library.Library] = []  # kept alive: a collected Library takes its kernel with it
 
 
@@ -25,13 +23,16 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
     return torch.ops.aten.mm.out(a, b, out=a.new_empty(a.size(0), b.size(1)))
 
 
-@functools.cache
-def install() -> None:
-    """Replace torch's product of two matrices in this process, once."""
-    if not torch.backends.mkldnn.is_available():
+def install(kernels: int) -> None:
+    """Replace torch's product of two matrices in this process, once, with so many compiled kernels kept.
+
+    Each number of rows has its own kernel. One takes 1 MB, up to 8 for thousands of rows, and a new one 0.1 to 0.3 ms.
+    1,024 are kept unless told.
+    """
+    if _libraries or not torch.backends.mkldnn.is_available():
         return
     for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # of oneDNN, and of torch in front of it
-        os.environ.setdefault(cache, _KEPT)  # read at the first product
+        os.environ.setdefault(cache, str(kernels))  # read at the first product
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings(action="ignore"):  # that it replaces a kernel
         library.impl("mm", mm, "CPU", allow_override=True)

@@ -59,7 +59,7 @@ def prepare_scheduler() -> None:
     pynccl.NCCLLibrary = _no_nccl
     from rstar2_megatron.cpu import products, sglang_attention, sglang_sampling  # import SGLang, which needs the stand-ins
 
-    products.install()
+    products.install(kernels=64)  # a decoding step has any number of rows
     sglang_attention.install()
     sglang_sampling.install()
 
