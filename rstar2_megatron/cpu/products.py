@@ -26,7 +26,7 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
 def install(kernels: int) -> None:
     """Replace torch's product of two matrices in this process, once, with so many compiled kernels kept.
 
-    Each number of rows has its own kernel. One takes 1 MB, up to 8 for thousands of rows, and a new one 0.1 to 0.3 ms.
+    Each number of rows has its own kernel. One takes 1 MB, up to 7 for thousands of rows, and a new one 0.1 to 0.3 ms.
     1,024 are kept unless told.
     """
     if _libraries or not torch.backends.mkldnn.is_available():
